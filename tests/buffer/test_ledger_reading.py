@@ -13,7 +13,6 @@ from forgeasync.buffer import (
     START,
     AnyEvent,
     BadLine,
-    Contradiction,
     LedgerLines,
     LedgerReading,
     LedgerUnreadable,
@@ -99,21 +98,6 @@ def test_every_damage_is_found_at_its_line(file: Path, events: list[AnyEvent], s
     reading = read(file, text)
     assert reading.contradiction is not None and reading.contradiction.line == at + 1
     assert reading.position.num_lines == at
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda lines: [lines[0], *lines[2:]], "line 2: has the number 3, .* lines before it are missing"),
-        (lambda lines: [*lines[:2], *lines[1:]], "line 3: has the number 2, .* it is repeated"),
-        (lambda lines: [lines[0], lines[1].replace(b"task 0", b"task 9"), *lines[2:]], "line 2: was altered"),
-        (lambda lines: [*lines[:2], b"\n", *lines[2:]], "line 3: is not a line of a ledger: ''"),
-    ],
-)
-def test_damage_is_named(file: Path, change: object, words: str) -> None:
-    reading = read(file, b"".join(change(ledger_text(EVENTS).splitlines(keepends=True))))
-    with pytest.raises(Contradiction, match=words):
-        raise reading.contradiction
 
 
 def test_a_line_with_its_checksum_must_still_say_something_known() -> None:

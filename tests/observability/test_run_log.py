@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 
-def run_python(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+def run_python(code: str, log: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, str(log)]
     return subprocess.run(command, capture_output=True, text=True, check=True)
 
 

@@ -84,31 +84,27 @@ def make_batch(
     )
 
 
-@st.composite
-def records(draw: st.DrawFn) -> InFlightRecord:
-    key = draw(st.integers(0, 2**40))
-    match draw(st.integers(0, 3)):
-        case 0:
-            return make_begun(key, group_id=draw(st.integers(-3, 2**40)), num_given=draw(st.integers(0, 9)))
-        case 1:
-            rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-            return make_batch(
-                rng,
-                draw(st.lists(st.integers(0, 2**40), min_size=1, max_size=5)),
-                routing=draw(st.booleans()),
-                kept=draw(st.booleans()),
-                expert_type=draw(st.sampled_from([np.uint8, np.uint16])),
-            )
-        case 2:
-            return EndedTurn(
-                key=key,
-                num_tokens=draw(st.integers(1, 2**40)),
-                finish_reason=draw(st.sampled_from(FinishReason)),
-                has_end_token=draw(st.booleans()),
-                stop_text=draw(st.none() | st.text(max_size=5)),
-            )
-        case _:
-            return ForgottenTurns(keys=tuple(draw(st.lists(st.integers(0, 2**40), max_size=4))))
+KEYS = st.integers(0, 2**40)
+RECORDS = st.one_of(
+    st.builds(make_begun, KEYS, group_id=st.integers(-3, 2**40), num_given=st.integers(0, 9)),
+    st.builds(
+        make_batch,
+        st.integers(0, 2**32).map(np.random.default_rng),
+        st.lists(KEYS, min_size=1, max_size=5),
+        routing=st.booleans(),
+        kept=st.booleans(),
+        expert_type=st.sampled_from([np.uint8, np.uint16]),
+    ),
+    st.builds(
+        EndedTurn,
+        key=KEYS,
+        num_tokens=st.integers(1, 2**40),
+        finish_reason=st.sampled_from(FinishReason),
+        has_end_token=st.booleans(),
+        stop_text=st.none() | st.text(max_size=5),
+    ),
+    st.builds(ForgottenTurns, keys=st.lists(KEYS, max_size=4).map(tuple)),
+)
 
 
 def assert_begins(found: Sequence[InFlightRecord], written: list[InFlightRecord]) -> None:
@@ -124,7 +120,7 @@ def assert_begins(found: Sequence[InFlightRecord], written: list[InFlightRecord]
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(records(), max_size=5), st.integers(0, 255))
+@given(st.lists(RECORDS, max_size=5), st.integers(0, 255))
 def test_a_log_cut_anywhere_reads_as_its_beginning(written: list[InFlightRecord], other: int) -> None:
     parts = [encode(record) for record in written]
     log = MAGIC + b"".join(parts)
@@ -141,7 +137,7 @@ def test_a_log_cut_anywhere_reads_as_its_beginning(written: list[InFlightRecord]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(records(), min_size=1, max_size=4), st.data())
+@given(st.lists(RECORDS, min_size=1, max_size=4), st.data())
 def test_a_changed_byte_is_never_read(written: list[InFlightRecord], data: st.DataObject) -> None:
     parts = [encode(record) for record in written]
     log = bytearray(MAGIC + b"".join(parts))
@@ -234,29 +230,16 @@ def test_segments_are_replaced_when_half_of_them_is_gone() -> None:
 
 
 def test_a_segment_that_is_not_finished_is_not_read(tmp_path: Path) -> None:
-    log = InFlightLog(tmp_path / "log")
-    rng = np.random.default_rng(0)
-    log.append(make_begun(1, group_id=5), make_batch(rng, [1], num_rows=[2]))
-    (segment,) = (tmp_path / "log").iterdir()
-    whole = read_in_flight(tmp_path / "log", [5])
+    folder, begun = tmp_path / "log", make_begun(1, group_id=5)
+    InFlightLog(folder).append(begun, make_batch(np.random.default_rng(0), [1], num_rows=[2]))
+    (segment,) = folder.iterdir()
+    whole = read_in_flight(folder, [5])
     assert whole.problem is None and whole.num_kept == 1
-    next_segment = MAGIC + encode(make_begun(1, group_id=5))
-    (tmp_path / "log" / "partial").write_bytes(next_segment[:30])
-    assert read_in_flight(tmp_path / "log", [5]) == whole
+    (folder / "partial").write_bytes((MAGIC + encode(begun))[:30])
+    assert read_in_flight(folder, [5]) == whole
     # It has its name, and its writer died before it removed the one before.
-    (tmp_path / "log" / "partial").rename(tmp_path / "log" / f"segment-{2:08d}")
-    assert segment.exists() and read_in_flight(tmp_path / "log", [5]).num_kept == 0
-
-
-def test_only_groups_that_are_asked_for_are_read(tmp_path: Path) -> None:
-    log = InFlightLog(tmp_path / "log")
-    rng = np.random.default_rng(1)
-    log.append(*(make_begun(key, group_id=key) for key in range(4)))
-    log.append(make_batch(rng, [0, 1, 2, 3, 1], num_rows=[2, 2, 2, 2, 1]))
-    found = read_in_flight(tmp_path / "log", [1, 3, 77])
-    assert found.groups.keys() == {1, 3} and found.num_kept == 3 and found.num_lost == 0
-    (turn,) = group_turns(found.groups[1])
-    assert turn.num_tokens == 2 and turn.begun.episode.group_id == 1
+    (folder / "partial").rename(folder / f"segment-{2:08d}")
+    assert segment.exists() and read_in_flight(folder, [5]).num_kept == 0
 
 
 def test_a_log_that_cannot_be_read_is_told_in_words(tmp_path: Path) -> None:
@@ -287,18 +270,18 @@ def test_no_room_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     log.close()
 
 
-def make_turn(number: int, *, after: int | None, before: int, rows: list[int]) -> LoggedTurn:
-    """A turn of one episode with two given tokens and as many sampled ones as ``rows`` has entries."""
+def make_turn(number: int, rows: list[int]) -> LoggedTurn:
+    """Of an episode's two turns, with two given tokens and as many sampled ones as ``rows`` has entries."""
     begun = BegunTurn(
         key=number,
         episode=EpisodeId(group_id=4, index=0),
         number=number,
-        after=after,
-        num_tokens_before=before,
+        after=number - 1 if number else None,
+        num_tokens_before=5 * number,
         given_ids=np.asarray([3, 4], np.int32),
     )
     batch = make_batch(np.random.default_rng(number), [number] * len(rows), num_rows=rows)
-    ended = make_ended(number, len(rows)) if after is None else None
+    ended = make_ended(number, len(rows)) if not number else None
     return LoggedTurn(begun=begun, batch=batch, ended=ended)
 
 
@@ -307,16 +290,15 @@ def make_turn(number: int, *, after: int | None, before: int, rows: list[int]) -
 )
 def test_tokens_without_the_routing_of_all_before_them_are_lost(rows: list[int], num_kept: int) -> None:
     """Also those whose rows have come later: what was sampled between would have none."""
-    group = keep_group([make_turn(0, after=None, before=0, rows=rows)])
+    group = keep_group([make_turn(0, rows)])
     assert (group.num_kept, group.num_lost) == (num_kept, 3 - num_kept)
     (turn,) = group_turns(group.data)
     assert turn.num_tokens == num_kept and (turn.ended is None) == (num_kept < 3)
 
 
 def test_a_later_turn_has_the_row_of_the_token_before_it() -> None:
-    first = make_turn(0, after=None, before=0, rows=[2, 1, 1])
-    second = make_turn(1, after=0, before=5, rows=[3, 1])
-    group = keep_group([first, second])
+    second = make_turn(1, [3, 1])
+    group = keep_group([make_turn(0, [2, 1, 1]), second])
     assert (group.num_kept, group.num_lost) == (5, 0)
     tokens = group_turns(group.data)[1].tokens()
     assert len(tokens.expert_ids_RMK) == 5 + 2 + 2 - 1
@@ -325,13 +307,12 @@ def test_a_later_turn_has_the_row_of_the_token_before_it() -> None:
 
 
 def test_an_episode_is_left_out_that_goes_on_after_lost_tokens() -> None:
-    first = make_turn(0, after=None, before=0, rows=[2, 1, 0])
-    group = keep_group([first, make_turn(1, after=0, before=5, rows=[3])])
+    group = keep_group([make_turn(0, [2, 1, 0]), make_turn(1, [3])])
     assert (group.num_kept, group.num_lost) == (0, 4) and group_turns(group.data) == ()
 
 
 def test_half_of_a_group_is_refused() -> None:
-    data = keep_group([make_turn(0, after=None, before=0, rows=[2, 1])]).data
+    data = keep_group([make_turn(0, [2, 1])]).data
     with pytest.raises(ValueError, match=f"the last 5 of {len(data) + 5} bytes are no whole record"):
         group_turns(data + bytes(5))
 

@@ -80,11 +80,8 @@ class Remote(Actor):
         sys.addaudithook(forbid)
 
     @concurrent_endpoint
-    async def read(self, ref: PayloadRef) -> dict[str, np.ndarray]:
-        return await self._reader.read(ref, self._owner.expose.call_one)
-
-    @concurrent_endpoint
-    async def read_all(self, refs: list[PayloadRef]) -> list[dict[str, np.ndarray]]:
+    async def read(self, *refs: PayloadRef) -> list[dict[str, np.ndarray]]:
+        """All of them at once."""
         return await asyncio.gather(*(self._reader.read(ref, self._owner.expose.call_one) for ref in refs))
 
     @concurrent_endpoint
@@ -133,10 +130,9 @@ async def read_remotely(folder: Path) -> None:
         remote = remote_mesh.spawn("payload_remote", Remote, owner, folder)
         refs = await owner.write_group.call_one(NUM_TOKENS)
         payloads = [make_payload(index, num_tokens) for index, num_tokens in enumerate(NUM_TOKENS)]
-        for ref, payload in zip(refs, payloads, strict=True):
-            assert_same(await remote.read.call_one(ref), payload)
-        at_once = await remote.read_all.call_one(refs[::-1])
-        for found, payload in zip(at_once, payloads[::-1], strict=True):
+        one_by_one = [found for ref in refs for found in await remote.read.call_one(ref)]
+        at_once = await remote.read.call_one(*refs[::-1])
+        for found, payload in zip([*one_by_one, *at_once], [*payloads, *payloads[::-1]], strict=True):
             assert_same(found, payload)
 
         # Registrations are reused, and go with the file.
@@ -165,7 +161,8 @@ async def read_remotely(folder: Path) -> None:
         await check_failure(freed, PayloadNotFound, "found nothing", freed_in_between=True)
 
         (good,) = await owner.write_group.call_one((700,))
-        assert_same(await remote.read.call_one(good), make_payload(0, 700))
+        (found,) = await remote.read.call_one(good)
+        assert_same(found, make_payload(0, 700))
         assert await remote.num_touched.call_one() == 0
         assert not await remote.open_directly.call_one(good), "the guard of this test does not work"
     finally:

@@ -61,16 +61,7 @@ def written(arrays: Mapping[str, np.ndarray], *, before: int = 0) -> tuple[bytea
 ARRAYS = {name: array for name, array in make_payload(0, 37).items() if array.size}
 
 
-DTYPES = st.one_of(
-    npst.boolean_dtypes(),
-    npst.integer_dtypes(endianness="?"),
-    npst.floating_dtypes(endianness="?"),
-    npst.complex_number_dtypes(),
-    npst.byte_string_dtypes(min_len=1),
-    npst.unicode_string_dtypes(min_len=1),
-    npst.datetime64_dtypes(),
-    npst.timedelta64_dtypes(),
-)
+DTYPES = npst.scalar_dtypes() | npst.byte_string_dtypes(min_len=1) | npst.unicode_string_dtypes(min_len=1)
 SHAPES = npst.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
 
 
@@ -219,24 +210,17 @@ def test_a_payload_of_another_host_is_refused(folder: Path) -> None:
 
 def test_a_damaged_payload_is_torn_and_its_neighbours_are_not(folder: Path) -> None:
     refs = PayloadWriter(folder, HOST, MIB).write_group([make_payload(seed) for seed in range(3)])
-    damaged = bytearray(Path(refs[0].file).read_bytes())
+    file, reader = Path(refs[0].file), PayloadReader(HOST)
+    damaged = bytearray(file.read_bytes())
     damaged[refs[1].offset + refs[1].num_bytes - 1] ^= 4
-    Path(refs[0].file).write_bytes(damaged)
-    reader = PayloadReader(HOST)
+    file.write_bytes(damaged)
     with pytest.raises(PayloadTorn, match=refs[1].payload_id):
         reader.read(refs[1])
-    for seed in (0, 2):
-        assert_same(reader.read(refs[seed]), make_payload(seed))
-
-
-def test_a_truncated_file_is_torn(folder: Path) -> None:
-    refs = PayloadWriter(folder, HOST, MIB).write_group([make_payload(seed) for seed in range(2)])
-    num_file_bytes = os.stat(refs[0].file).st_size
-    os.truncate(refs[0].file, num_file_bytes - 1)
-    words = f"should be 'at least {num_file_bytes}' but is {num_file_bytes - 1}"
-    with pytest.raises(PayloadTorn, match=words):
-        PayloadReader(HOST).read(refs[1])
-    assert_same(PayloadReader(HOST).read(refs[0]), make_payload(0))
+    assert_same(reader.read(refs[2]), make_payload(2))
+    os.truncate(file, len(damaged) - 1)
+    with pytest.raises(PayloadTorn, match=f"should be 'at least {len(damaged)}' but is {len(damaged) - 1}"):
+        reader.read(refs[2])
+    assert_same(reader.read(refs[0]), make_payload(0))
 
 
 def test_capacity_is_never_exceeded(folder: Path, one_group: int) -> None:

@@ -51,24 +51,21 @@ def test_any_group_survives_the_codec(
     seed: int, num_prompt_tokens: int, lengths: list[int], num_experts: int, is_recorded: bool
 ) -> None:
     facts = dataclasses.replace(FACTS, num_experts=num_experts)
-    rollouts = [
+    made = [
         make_rollout(seed + i, num_prompt_tokens, length, facts=facts) for i, length in enumerate(lengths)
     ]
     # Siblings share a prompt, and some of them its record.
-    prompt = rollouts[0].prompt_ids_P
-    rollouts = [dataclasses.replace(rollout, prompt_ids_P=prompt) for rollout in rollouts]
+    changes = {"prompt_ids_P": made[0].prompt_ids_P}
     if not is_recorded:
-        rollouts = [dataclasses.replace(r, routed_experts=None, kept_tokens=None) for r in rollouts]
-    payload = encode_group([*rollouts, rollouts[0]])
+        changes |= {"routed_experts": None, "kept_tokens": None}
+    rollouts = [dataclasses.replace(one, **changes) for one in [*made, made[0]]]
+    payload = encode_group(rollouts)
     assert payload.prompt_of[-1] == payload.prompt_of[0]
     assert len(payload.prompts) == len(set(payload.prompt_of))
-    for rollout, index, response in zip(
-        [*rollouts, rollouts[0]], payload.prompt_of, payload.responses, strict=True
-    ):
+    for rollout, index, response in zip(rollouts, payload.prompt_of, payload.responses, strict=True):
         trace = decode_rollout(through_memory(payload.prompts[index]), through_memory(response))
-        np.testing.assert_array_equal(trace.prompt_ids_P, rollout.prompt_ids_P)
-        np.testing.assert_array_equal(trace.response_ids_T, rollout.response_ids_T)
-        np.testing.assert_array_equal(trace.logprobs_T, rollout.logprobs_T)
+        for name in ("prompt_ids_P", "response_ids_T", "logprobs_T"):
+            np.testing.assert_array_equal(getattr(trace, name), getattr(rollout, name))
         if not is_recorded:
             assert trace.routed_experts is None and trace.kept_tokens is None
             continue

@@ -229,22 +229,16 @@ def test_a_turn_that_was_given_up_is_on_no_branch() -> None:
 
 
 def test_without_records_there_are_none() -> None:
-    trajectory = Trajectory(num_experts=8)
-    trajectory.give(np.array([1, 2]))
-    for token in (3, 4):
-        trajectory.sample(
-            SampledTokens(
-                ids_T=np.array([token], np.int32),
-                logprobs_T=np.array([-1.0], np.float32),
-                version_spans=(VersionSpan(version=0, start=0, end=1),),
-                expert_ids_RMK=None,
-                kept_tokens=None,
-            )
-        )
+    trajectory = Trajectory(num_experts=NUM_EXPERTS)
+    trajectory.give(np.array([1]))
+    engine, path = Engine(np.random.default_rng(0)), [Token(id=1)]
+    for _ in range(2):
+        sampled = engine.sample(path, 1, None)
+        trajectory.sample(dataclasses.replace(sampled, expert_ids_RMK=None, kept_tokens=None))
     (branch,) = branches([trajectory])
     rollout = branch.rollout(text="", finish_reason=FinishReason.STOP)
     assert rollout.routed_experts is None and rollout.kept_tokens is None and rollout.is_sampled_T is None
-    assert rollout.version_spans == (VersionSpan(version=0, start=0, end=2),)
+    assert rollout.version_spans == (VersionSpan(version=3, start=0, end=2),)
 
 
 @pytest.mark.parametrize("records_routing", [True, False])
