@@ -54,9 +54,7 @@ def test_events_are_on_the_disk_in_their_order_when_waited_for(path: Path) -> No
     assert reading.book.totals.num_submitted == 300
 
 
-def test_events_reach_the_disk_without_anyone_waiting_for_them(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_reach_the_disk_without_anyone_waiting(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "SYNC_EVERY_S", 0.01)
 
     async def write() -> None:
@@ -144,9 +142,7 @@ def test_a_full_disk_is_waited_for_and_loses_nothing(path: Path, monkeypatch: py
     assert reading.contradiction is None and reading.book.totals.num_submitted == 21
 
 
-def test_an_error_that_will_not_pass_is_raised_and_names_the_file(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lasting_error_is_raised_and_names_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(100)
     disk.error = errno.EBADF
     install(monkeypatch, disk)

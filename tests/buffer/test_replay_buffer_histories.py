@@ -67,9 +67,7 @@ def play(world: BufferWorld, data: st.DataObject, num_moves: int = 60) -> None:
 
 @settings(max_examples=450)
 @given(world=worlds(StaleGroups.WAIT), data=st.data())
-def test_waiting_never_deadlocks_drops_nothing_and_never_trains_on_older_tokens(
-    world: BufferWorld, data: st.DataObject
-) -> None:
+def test_waiting_never_deadlocks_nor_drops_and_bounds_ages(world: BufferWorld, data: st.DataObject) -> None:
     play(world, data)
     for _ in range(world.groups_per_step):
         world.finish_everything()
@@ -80,9 +78,7 @@ def test_waiting_never_deadlocks_drops_nothing_and_never_trains_on_older_tokens(
 
 @settings(max_examples=300)
 @given(world=worlds(StaleGroups.DROP), data=st.data())
-def test_dropping_never_trains_on_older_tokens_and_always_comes_to_the_next_batch(
-    world: BufferWorld, data: st.DataObject
-) -> None:
+def test_dropping_bounds_ages_and_comes_to_the_next_batch(world: BufferWorld, data: st.DataObject) -> None:
     play(world, data)
     num_before = world.trainer_version
     for _ in range(2 * world.groups_per_step + 2):

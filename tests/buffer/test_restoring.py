@@ -149,9 +149,7 @@ SECTIONS = [
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), options=st.sampled_from(SECTIONS))
-def test_killed_anywhere_a_run_keeps_its_bounds_and_its_batches(
-    data: st.DataObject, options: dict[str, object]
-) -> None:
+def test_a_killed_run_keeps_its_bounds_and_batches(data: st.DataObject, options: dict[str, object]) -> None:
     """The world's ``take`` checks ages token by token, its book every prompt. No group is ever too young."""
     gps, k = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 3))
     section = BufferSection(**{"adapt_load": False} | options)

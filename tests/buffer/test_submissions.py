@@ -7,9 +7,7 @@ from tests.support.buffer_world import make_task, make_world, started
 
 
 @pytest.mark.parametrize(("longest_first", "expected"), [(True, ["1", "2", "0"]), (False, ["0", "1", "2"])])
-def test_within_a_cohort_the_longest_come_first_if_asked_for(
-    longest_first: bool, expected: list[str]
-) -> None:
+def test_within_a_cohort_the_longest_come_first_if_asked(longest_first: bool, expected: list[str]) -> None:
     world = make_world(3, 0, longest_first=longest_first)
     history = world.buffer._submissions.history
     for index, length in enumerate((5, 50, 20)):

@@ -187,9 +187,7 @@ def step(console: StepConsole) -> None:
 
 
 @pytest.mark.parametrize("ending", [None, KeyboardInterrupt, ValueError])
-def test_lines_scroll_above_board_and_bar_and_nothing_of_them_is_left(
-    ending: type[BaseException] | None,
-) -> None:
+def test_lines_scroll_above_board_and_bar_and_only_they_are_left(ending: type[BaseException] | None) -> None:
     def act(console: StepConsole) -> None:
         with nullcontext() if ending is None else pytest.raises(ending), console:
             step(console)

@@ -177,9 +177,7 @@ def test_seconds_by_state_between_edges() -> None:
     st.lists(st.tuples(st.floats(0.001, 5.0), st.sampled_from(ORDER)), min_size=1, max_size=30),
     st.lists(st.floats(0.0, 200.0), min_size=2, max_size=20, unique=True),
 )
-def test_each_second_lies_in_exactly_one_state(
-    changes: list[tuple[float, State]], edges: list[float]
-) -> None:
+def test_each_second_lies_in_one_state(changes: list[tuple[float, State]], edges: list[float]) -> None:
     now_s, lines = 10.0, []
     for passed_s, state in changes:
         now_s += passed_s
@@ -263,9 +261,7 @@ def test_threads_share_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert lane.state is IDLE
 
 
-def test_a_folder_that_cannot_be_made_costs_the_trace_only(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_without_its_folder_a_process_has_no_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A process without a trace records nothing."""
     (tmp_path / "logs").write_text("a file")
     open_trace(tmp_path / "logs", "buffer-0", idle=IDLE)

@@ -23,9 +23,7 @@ def test_run_dir_holds_the_config_and_every_promised_place(tmp_path: Path) -> No
     assert folders == {"checkpoints", "logs", "tensorboard"}
 
 
-def test_run_dir_is_named_after_the_run_and_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_dir_is_named_after_run_and_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     first = RunDir.create(make_config(), "first", NOW)
     assert first.path == Path("runs/sums-20300102-030405")

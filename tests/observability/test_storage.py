@@ -15,9 +15,7 @@ from forgeasync.observability import FaultLog, RunDir, StorageFaults, fault_log,
 from tests.support.disks import Disk, install
 
 
-def test_what_a_failed_flush_has_lost_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_failed_flush_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a failed flush Linux takes pages for written that are not."""
     disk = Disk(1000)
     install(monkeypatch, disk)

@@ -211,9 +211,7 @@ def test_plot_of_nothing_ends_with_the_path(
     assert str(tmp_path / "metrics.jsonl") in capsys.readouterr().err
 
 
-def test_the_last_words_say_how_accuracy_went_and_how_to_see_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_words_say_how_accuracy_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "a run")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from forgeasync.config import LoggingSection, WandbMode, WandbSection
+from forgeasync.files import read_json_lines
 from forgeasync.observability import MetricsWriter, WandbLog, check_wandb, wandb_log
 from forgeasync.processes import is_running
 from tests.support.step_records import make_step
@@ -25,16 +26,14 @@ def start(folder: Path, said: list[str], section: WandbSection = OFFLINE) -> Wan
     return WandbLog(section, files[0], log_file=files[1], name="a-run", config=CONFIG, say=said.append)
 
 
-BLOCK = 32768
-
-
 def records(data: bytes) -> Iterator[bytes]:
     """The records of a W&B file: LevelDB's log format behind a header of 7 bytes."""
     assert data.startswith(b":W&B")
     place, record = 7, b""
     while place + 7 <= len(data):
-        if BLOCK - place % BLOCK < 7:
-            place += BLOCK - place % BLOCK
+        left_of_block = -place % 32768
+        if 0 < left_of_block < 7:
+            place += left_of_block
             continue
         length, kind = struct.unpack_from("<HB", data, place + 4)
         record += data[place + 7 : place + 7 + length]
@@ -73,10 +72,9 @@ def test_every_line_is_in_the_files_of_an_offline_run(tmp_path: Path) -> None:
         # Made again after a resumption: W&B would refuse a step that is older than its newest.
         writer.write(make_step(step=2, accuracy=0.5).to_dict())
     assert said == [] and wandb.num_errors == 0
-    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     history, config = recorded(tmp_path)
     assert [line["step"] for line in history] == [1, 2, 3, 2]
-    for line, kept in zip(lines, history, strict=True):
+    for line, kept in zip(read_json_lines(tmp_path / "m.jsonl"), history, strict=True):
         assert line == {key: kept[key] for key in line}
     assert {key: config[key] for key in CONFIG} == CONFIG
     assert (tmp_path / "wandb/id").read_text().strip()
@@ -124,7 +122,7 @@ def test_one_that_hangs_costs_its_lines_alone(tmp_path: Path, monkeypatch: pytes
         (words,) = said
         assert words.startswith("W&B: does not take lines any more; the run goes on")
     assert wandb.num_errors == 21, "all but the first"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_json_lines(path)
     assert [line["step"] for line in lines] == list(range(1, 23))
     assert (lines[0]["metrics/num_wandb_errors"], lines[-1]["metrics/num_wandb_errors"]) == (0, 10)
     assert len(said) == 1, "said once"

@@ -138,9 +138,7 @@ def test_sweepers_beside_each_other_take_nothing_from_the_living(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_cannot_fit_is_refused_at_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_cannot_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the filesystem, or in the memory behind it."""
     filesystem = os.statvfs(tmp_path)
     with pytest.raises(ValueError, match=r"but only .* are free there"):
