@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,7 +36,6 @@ from forgeasync.rollouts import (
     remove_run_folder,
     write_into,
 )
-from forgeasync.rollouts import payloads as shared_memory
 from forgeasync.runtime import RefusedGroup, SampledRollout, store_group
 from tests.support.payloads import HOST, MIB, assert_same, make_payload, read_for_ever, write_and_die
 from tests.support.recorded_rollouts import make_rollout
@@ -86,12 +85,9 @@ def test_any_arrays_come_back_as_they_went_in(arrays: dict[str, np.ndarray], cop
         assert result[name].tobytes() == array.tobytes()
 
 
-def test_bytes_depend_on_the_arrays_alone() -> None:
-    assert written(ARRAYS, before=0)[0] == written(ARRAYS, before=0xFF)[0]
-
-
-def test_checksum_is_xxh3_of_all_that_follows_the_header() -> None:
-    memory, ref = written(ARRAYS)
+def test_bytes_depend_on_the_arrays_alone_and_the_checksum_is_xxh3_of_the_body() -> None:
+    memory, ref = written(ARRAYS, before=0)
+    assert written(ARRAYS, before=0xFF)[0] == memory
     assert ref.checksum == xxhash.xxh3_64_intdigest(bytes(memory[64:]))
 
 
@@ -107,33 +103,19 @@ def test_arrays_are_aligned_and_views_do_not_copy() -> None:
         assert copies[name].flags.owndata, name
 
 
-def test_every_flipped_bit_is_noticed() -> None:
+HEADER = {8: "magic", 16: "format version", 48: "payload id", 56: "body length", 64: "checksum in the header"}
+"""Fields by where they end."""
+
+
+def test_every_flipped_bit_is_noticed_and_its_field_named_with_both_values() -> None:
     memory, ref = written(ARRAYS)
-    positions = [*range(64), *range(64, len(memory), 7), len(memory) - 1]
-    for position in positions:
+    for position in [*range(64), *range(64, len(memory), 7), len(memory) - 1]:
         damaged = bytearray(memory)
         damaged[position] ^= 1 << position % 8
-        with pytest.raises(PayloadTorn) as caught:
+        field = next((name for end, name in HEADER.items() if position < end), "checksum of the body")
+        with pytest.raises(PayloadTorn, match=f"{field} should be .* but is ") as caught:
             read_from(memoryview(damaged), ref, copy=True)
         assert PAYLOAD_ID in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("position", "field"),
-    [
-        (0, "magic"),
-        (8, "format version"),
-        (16, "payload id"),
-        (48, "body length"),
-        (56, "checksum in the header"),
-        (64, "checksum of the body"),
-    ],
-)
-def test_error_names_the_field_and_both_values(position: int, field: str) -> None:
-    memory, ref = written(ARRAYS)
-    memory[position] ^= 1
-    with pytest.raises(PayloadTorn, match=f"{field} should be .* but is "):
-        read_from(memoryview(memory), ref, copy=False)
 
 
 def test_short_memory_is_torn() -> None:
@@ -158,13 +140,19 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def one_group(folder: Path) -> int:
+def writer(folder: Path) -> PayloadWriter:
+    return PayloadWriter(folder, HOST, MIB)
+
+
+@pytest.fixture
+def one_group(writer: PayloadWriter) -> int:
     """Bytes of a group of one payload; its file stays."""
-    return group_num_bytes(PayloadWriter(folder, HOST, MIB).write_group([make_payload(0)]))
+    return group_num_bytes(writer.write_group([make_payload(0)]))
 
 
-def test_a_group_is_one_file_and_every_payload_is_read_by_its_reference(folder: Path) -> None:
-    writer = PayloadWriter(folder, HOST, MIB)
+def test_a_group_is_one_file_and_every_payload_is_read_by_its_reference(
+    folder: Path, writer: PayloadWriter
+) -> None:
     payloads = [make_payload(seed, num_tokens=100 * seed) for seed in range(5)]
     refs = writer.write_group(payloads)
     (file,) = folder.iterdir()
@@ -181,35 +169,28 @@ def test_ids_are_unique_across_groups_and_writers(folder: Path) -> None:
     assert len({ref.payload_id for ref in refs}) == 12 and len({ref.file for ref in refs}) == 4
 
 
-def test_views_are_read_only_and_outlive_the_file(folder: Path) -> None:
-    writer = PayloadWriter(folder, HOST, MIB)
+def test_freed_and_never_written_are_gone_but_views_stay(folder: Path, writer: PayloadWriter) -> None:
     payload = make_payload(1)
     (ref,) = writer.write_group([payload])
     views = PayloadReader(HOST).read(ref, copy=False)
     writer.free(ref.file)
+    assert writer.num_bytes_held == 0 and not list(folder.iterdir())
     assert_same(views, payload)
     assert not any(view.flags.writeable for view in views.values())
-
-
-def test_freed_and_never_written_are_gone(folder: Path) -> None:
-    writer = PayloadWriter(folder, HOST, MIB)
-    (ref,) = writer.write_group([make_payload(1)])
-    writer.free(ref.file)
-    assert writer.num_bytes_held == 0 and not list(folder.iterdir())
     for lost in (ref, replace(ref, file=str(folder / "never"))):
         words = f"payload {ref.payload_id}: file .*{lost.file}.*found nothing"
         with pytest.raises(PayloadNotFound, match=words):
             PayloadReader(HOST).read(lost)
 
 
-def test_a_payload_of_another_host_is_refused(folder: Path) -> None:
-    (ref,) = PayloadWriter(folder, HOST, MIB).write_group([make_payload(1)])
+def test_a_payload_of_another_host_is_refused(writer: PayloadWriter) -> None:
+    (ref,) = writer.write_group([make_payload(1)])
     with pytest.raises(ValueError, match=r"is on host host-a, this is host host-b.*RemotePayloadReader"):
         PayloadReader("host-b").read(ref)
 
 
-def test_a_damaged_payload_is_torn_and_its_neighbours_are_not(folder: Path) -> None:
-    refs = PayloadWriter(folder, HOST, MIB).write_group([make_payload(seed) for seed in range(3)])
+def test_a_damaged_payload_is_torn_and_its_neighbours_are_not(writer: PayloadWriter) -> None:
+    refs = writer.write_group([make_payload(seed) for seed in range(3)])
     file, reader = Path(refs[0].file), PayloadReader(HOST)
     damaged = bytearray(file.read_bytes())
     damaged[refs[1].offset + refs[1].num_bytes - 1] ^= 4
@@ -237,36 +218,26 @@ def test_capacity_is_never_exceeded(folder: Path, one_group: int) -> None:
 
 
 def test_threads_cannot_exceed_the_capacity_together(folder: Path, one_group: int) -> None:
-    writer = PayloadWriter(folder, HOST, 3 * one_group)
+    limited = PayloadWriter(folder, HOST, 3 * one_group)
     with ThreadPoolExecutor(12) as threads:
-        written = [threads.submit(writer.write_group, [make_payload(0)]) for _ in range(12)]
+        written = [threads.submit(limited.write_group, [make_payload(0)]) for _ in range(12)]
     failures = [one.exception() for one in written if one.exception() is not None]
     assert [type(one) for one in failures] == [PayloadStoreFull] * 9
-    assert writer.num_bytes_held == 3 * one_group and len(list(folder.iterdir())) == 4
+    assert limited.num_bytes_held == 3 * one_group and len(list(folder.iterdir())) == 4
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "error", "kind"),
+    ("failing", "error", "kind"),
     [
-        (shared_memory, "write_into", RuntimeError("in the middle"), RuntimeError),
+        ("forgeasync.rollouts.payloads.write_into", RuntimeError("in the middle"), RuntimeError),
         # Filling the real filesystem would take the memory of everything else on the machine.
-        (os, "posix_fallocate", OSError(errno.ENOSPC, "full"), PayloadStoreFull),
+        ("os.posix_fallocate", OSError(errno.ENOSPC, "full"), PayloadStoreFull),
     ],
 )
 def test_a_failed_write_is_an_error_and_leaves_nothing(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    module: ModuleType,
-    name: str,
-    error: Exception,
-    kind: type[Exception],
+    writer: PayloadWriter, folder: Path, failing: str, error: Exception, kind: type[Exception]
 ) -> None:
-    def fail(*_: object) -> int:
-        raise error
-
-    writer = PayloadWriter(folder, HOST, MIB)
-    monkeypatch.setattr(module, name, fail)
-    with pytest.raises(kind, match=r"in the middle|another program has filled it"):
+    with mock.patch(failing, side_effect=error), pytest.raises(kind, match=r"the middle|another program"):
         writer.write_group([make_payload(0)])
     assert writer.num_bytes_held == 0 and not list(folder.iterdir())
 
