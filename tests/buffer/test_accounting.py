@@ -125,14 +125,14 @@ def test_load_goes_up_where_the_bound_starves_the_trainer_and_down_where_batches
     assert load.waiting_side is WaitingSide.NONE
 
 
-K, GROUPS_PER_STEP, LONGEST = 8, 24, 1024.0
+K, GROUPS_PER_STEP, LONGEST = 8, 24, 1000.0
 NONE, EXACT = AccountingSection(policy=AccountingPolicy.NONE), AccountingSection()
 DROP = BufferSection(stale_groups=StaleGroups.DROP)
 FIRST_COME = BufferSection(stale_groups=StaleGroups.DROP, order=BatchOrder.COMPLETION, adapt_load=False)
 
 
 def lengths_around(median: float) -> Lengths:
-    """Lognormal lengths from 16 to 1,024 tokens; half of the variance is the prompt's."""
+    """Lognormal lengths from 16 to 1,000 tokens; half of the variance is the prompt's."""
     logarithm = NormalDist(math.log(median), 1.0)
     quantiles = tuple(
         min(max(math.exp(logarithm.inv_cdf((index + 0.5) / 100)), 16.0), LONGEST) for index in range(100)
@@ -145,12 +145,7 @@ class Outcome:
     """The end of a simulated run of 100 steps; the metrics of accounting are those of all its groups."""
 
     def __init__(
-        self,
-        buffer: BufferSection,
-        accounting: AccountingSection,
-        *,
-        num_steps_of_longest: float,
-        seed: int = 0,
+        self, buffer: BufferSection, accounting: AccountingSection, *, train_s: float, seed: int = 0
     ) -> None:
         run = small_run(
             num_steps=100,
@@ -160,17 +155,12 @@ class Outcome:
             buffer=buffer,
             accounting=accounting.model_copy(update={"metric_groups": 10_000}),
             max_num_seqs=100_000,
-            max_kv_tokens=10**9,
-            payload_capacity_bytes=10**12,
-            max_response_tokens=int(LONGEST),
             source_weights={"easy": 1.0, "hard": 1.0},
             num_prompts=10_000,
             seed=seed,
         )
         lengths = {"easy": lengths_around(64.0), "hard": lengths_around(160.0)}
-        profile = simple_profile(
-            decode_s=1.0, token_s=0.0, fixed_s=LONGEST / num_steps_of_longest, publish_s=10.0
-        )
+        profile = simple_profile(decode_s=1.0, token_s=0.0, fixed_s=train_s, publish_s=10.0)
         simulation = RunSimulation(run, profile.model_copy(update={"lengths": lengths}))
         steps = simulation.simulate().steps
         self.end_s = steps[-1].end_s
@@ -187,7 +177,7 @@ def test_exact_accounting_keeps_the_composition_at_the_same_speed() -> None:
     """Without accounting short rollouts train more often: the longest one takes 6.4 of the 8 steps."""
     window = AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=4 * GROUPS_PER_STEP)
     none, windowed, exact = (
-        Outcome(buffer, accounting, num_steps_of_longest=6.4)
+        Outcome(buffer, accounting, train_s=LONGEST / 6.4)
         for buffer, accounting in ((FIRST_COME, NONE), (FIRST_COME, window), (DROP, EXACT))
     )
     assert none.num_dropped[DropReason.STALE] > 200
@@ -201,7 +191,7 @@ def test_exact_accounting_keeps_the_composition_at_the_same_speed() -> None:
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_where_the_longest_take_more_than_k_steps_waiting_and_token_ages_stay_exact(seed: int) -> None:
     none, wait, weight, token = (
-        Outcome(buffer, accounting, num_steps_of_longest=9.3, seed=seed)
+        Outcome(buffer, accounting, train_s=LONGEST / 9.3, seed=seed)
         for buffer, accounting in (
             (FIRST_COME, NONE),
             (BufferSection(), EXACT),
