@@ -105,6 +105,12 @@ def test_only_what_trained_keeps_the_next_start_out(tmp_path: Path, lines: str, 
     assert (tmp_path / "metrics.cut-1.jsonl").read_text() == lines
 
 
+def test_a_ledger_alone_makes_room_too(tmp_path: Path) -> None:
+    first = RunDir(path=tmp_path)
+    first.ledger.write_text("of the first")
+    assert first.put_start_aside() == ["ledger.cut-1.jsonl"] and not first.ledger.exists()
+
+
 HOLD = """
 import sys
 from pathlib import Path

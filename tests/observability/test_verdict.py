@@ -6,6 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -209,6 +210,11 @@ def test_plot_of_nothing_ends_with_the_path(
     with pytest.raises(SystemExit):
         plot.main()
     assert str(tmp_path / "metrics.jsonl") in capsys.readouterr().err
+
+
+def test_moving_average_looks_back_only() -> None:
+    averaged = plot.moving_average(np.array([1.0, 3.0, 5.0, 7.0]), 2)
+    assert averaged.tolist() == [1.0, 2.0, 4.0, 6.0]
 
 
 def test_the_last_words_say_how_accuracy_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
