@@ -30,6 +30,8 @@ from forgeasync.buffer import (
 from tests.support.ledger_histories import histories
 from tests.support.ledgers import is_consistent, opened, plain
 
+LOST, STALE, FILTERED = DropReason.LOST, DropReason.STALE, DropReason.FILTERED
+
 
 def read(*events: AnyEvent) -> LedgerState:
     book = LedgerState()
@@ -89,7 +91,7 @@ def test_every_prompt_has_an_end_by_its_way() -> None:
         *ready(1, 1),
         trained(2, 1, 1, Update.SKIPPED),
         *ready(2, 2)[:2],
-        dropped(2, 2, DropReason.FILTERED, again=False),
+        dropped(2, 2, FILTERED, again=False),
         Started(prompt=3, attempt=0, group=3),
         dropped(3, 3, DropReason.BAD_RECORD, again=True),
         Started(prompt=3, attempt=1, group=4),
@@ -109,16 +111,8 @@ def test_every_prompt_has_an_end_by_its_way() -> None:
 
 def test_a_resumption_undoes_what_came_after_its_checkpoint() -> None:
     """Prompt 1 was complete at the checkpoint, was trained after it, and is trained again."""
-    before = [
-        *STEP_1,
-        *ready(1, 1),
-        Checkpointed(step=1),
-        *submitted(2),
-        trained(2, 1, 1),
-        *ready(2, 2)[:2],
-        dropped(2, 2, DropReason.FILTERED, again=False),
-    ]
-    book = read(*before, resumed_from(11))
+    after = [*submitted(2), trained(2, 1, 1), *ready(2, 2)[:2], dropped(2, 2, FILTERED, again=False)]
+    book = read(*STEP_1, *READY_1, Checkpointed(step=1), *after, resumed_from(11))
     (resumption,) = book.resumptions
     assert resumption.undone_steps == (2,) and resumption.untrained_prompts == (1,)
     assert resumption.undone_prompts == (1, 2) and resumption.restarted_prompts == (1,)
@@ -141,7 +135,6 @@ def test_a_run_can_be_resumed_twice_from_one_checkpoint_and_from_an_earlier_one(
         book.apply(resumed_from(8))
 
 
-LOST, STALE, FILTERED = DropReason.LOST, DropReason.STALE, DropReason.FILTERED
 TWO_PROMPTS = Trained(step=2, prompts=(1, 0), groups=(1, 0), update=Update.MADE)
 OTHER_TASK = Submitted(prompt=2, source="s", task_id="other")
 
@@ -238,7 +231,7 @@ def test_what_a_run_loses_is_what_it_has_made_and_what_it_was_to_make_again() ->
         dropped(1, 1, DropReason.BAD_RECORD, again=True),
         *submitted(2),
         Started(prompt=2, attempt=0, group=2),
-        dropped(2, 2, DropReason.FILTERED, again=False),
+        dropped(2, 2, FILTERED, again=False),
     )
     assert lost.lost_after(1) == LostSteps(batches=(), first_attempts={1: 1, 2: 1})
 
