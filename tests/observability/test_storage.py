@@ -102,21 +102,18 @@ def test_a_call_that_waits_for_a_disk_is_told_of(monkeypatch: pytest.MonkeyPatch
 
     async def go() -> None:
         room = asyncio.Event()
-        num_asked = 0
+        refused = Refusal(path="ledger.jsonl", reason="full")
+        answers = iter([None, None, refused, refused, refused])
 
         async def report() -> str:
             await room.wait()
             return "report"
 
         async def refusal() -> Refusal | None:
-            nonlocal num_asked
-            num_asked += 1
-            if num_asked < 3:
-                return None
-            if num_asked == 5:
+            if log.open:
                 assert [fault.who for fault in log.open] == ["ledger.jsonl"], "told while it waits"
                 room.set()
-            return Refusal(path="ledger.jsonl", reason="full")
+            return next(answers, refused)
 
         assert await faults.while_waiting(report(), refusal) == "report"
         assert not log.open and log.metrics()["faults/recovered_storage"] == 1
