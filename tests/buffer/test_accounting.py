@@ -71,14 +71,19 @@ def test_distances_by_hand() -> None:
     assert ledger.metrics()["accounting/length_distance"] == pytest.approx(0.0), "the window moved on"
 
 
-def test_reissued_and_lost_prompts_count_with_what_was_submitted_first() -> None:
+def test_what_is_lost_counts_for_its_own_source() -> None:
+    ledger = AccountingLedger(AccountingSection())
+    ledger.train(make_task(0), (1, 4), submitted=(1, 4))
+    ledger.lose(make_task(1), (1, 4))
+    assert ledger.metrics()["accounting/source_distance"] == 0.0
+    assert ledger.metrics()["accounting/effective_groups_share"] == 0.5
+
+
+def test_a_reissued_prompt_counts_with_what_was_submitted_first() -> None:
     ledger = AccountingLedger(AccountingSection())
     ledger.train(make_task(0), (1,), submitted=(64,))
     assert ledger.metrics()["accounting/length_distance"] == 1.0
     assert ledger.metrics()["accounting/source_distance"] == 0.0
-    ledger.lose(make_task(1), (1, 4))
-    assert ledger.metrics()["accounting/source_distance"] == 0.0, "of the same source"
-    assert ledger.metrics()["accounting/effective_groups_share"] == 0.5
 
 
 def test_a_restored_ledger_makes_up_for_what_the_other_had_left() -> None:

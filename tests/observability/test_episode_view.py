@@ -177,17 +177,22 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     assert json.loads(line) == ROLLOUT and "\x1b" not in line
 
 
-def test_what_cannot_be_shown_is_said(tmp_path: Path) -> None:
-    with pytest.raises(NoEpisodes, match="is no folder"):
-        shown(tmp_path / "nothing", None, as_json=False)
-    with pytest.raises(NoEpisodes, match=r"has neither rollouts\.jsonl nor episodes\.jsonl"):
-        shown(tmp_path, None, as_json=False)
-    for content, number, words in (
+@pytest.mark.parametrize(
+    ("content", "number", "words"),
+    [
+        (None, None, "has neither rollouts.jsonl nor episodes.jsonl"),
         ("no json\n", None, "line 1: no JSON"),
         ("[]\n", None, "line 1: no JSON object"),
         ("{}\n", 1, "NUMBER = 1; the episodes of .* are 0 to 0"),
         ("", 0, "none: it is empty"),
-    ):
+    ],
+)
+def test_what_cannot_be_shown_is_said(
+    tmp_path: Path, content: str | None, number: int | None, words: str
+) -> None:
+    if content is not None:
         (tmp_path / "rollouts.jsonl").write_text(content)
-        with pytest.raises(NoEpisodes, match=words):
-            shown(tmp_path, number, as_json=False)
+    with pytest.raises(NoEpisodes, match=words):
+        shown(tmp_path, number, as_json=False)
+    with pytest.raises(NoEpisodes, match="is no folder"):
+        shown(tmp_path / "nothing", None, as_json=False)

@@ -158,7 +158,10 @@ MEASURED = MeasuredSteps(
         ({"wait_share": 0.1, "train_share": 0.7}, "training bounds the run: it took 70% of the time"),
         ({"wait_share": 0.1, "publish_share": 0.5}, "publishing bounds the run: training waited for it 50%"),
         ({"wait_share": 0.1, "disk_share": 0.62}, "the disk bounds the run: training waited for it 62%"),
-        ({"wait_share": 0.1, "controller_share": 0.3}, "the controller bounds the run: its rows, reports"),
+        (
+            {"wait_share": 0.1, "controller_share": 0.3},
+            "the controller bounds the run: its rows, reports and",
+        ),
         ({"wait_share": 0.1, "checkpoint_share": 0.4}, "checkpoints bound the run: training waited for them"),
         # It lasts three times as long as all else.
         ({"eval_share": 3.0}, "evaluations bound the run: training waited for them 75% of the time"),

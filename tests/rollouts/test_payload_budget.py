@@ -77,6 +77,38 @@ BudgetHistory.TestCase.settings = settings(max_examples=80, stateful_step_count=
 test_budget_on_random_histories = BudgetHistory.TestCase
 
 
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_run_with_capacity_for_one_step_never_deadlocks(data: st.DataObject) -> None:
+    groups_per_step, worst = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 30))
+    excess = data.draw(st.integers(0, 60))
+    budget = PayloadBudget(groups_per_step * worst + excess, excess_bytes=excess)
+    num_steps = data.draw(st.integers(1, 5))
+    admitted, unfinished, complete, num_done = 0, [], [], 0
+    num_attempts = 0
+    while num_done < num_steps * groups_per_step:
+        if admitted < num_steps * groups_per_step and budget.reserve(num_attempts, worst):
+            unfinished.append(num_attempts)
+            num_attempts += 1
+            admitted += 1
+        elif unfinished:
+            group = unfinished.pop(data.draw(st.integers(0, len(unfinished) - 1)))
+            # Some are larger than they should be; every refused one comes again, and in the end it is not.
+            largest = 3 * worst if num_attempts < 40 else worst
+            if budget.settle(group, data.draw(st.integers(0, worst) | st.integers(0, largest))):
+                complete.append(group)
+            else:
+                budget.release(group)
+                admitted -= 1
+        else:
+            assert len(complete) >= groups_per_step, "nothing to generate, and no step to take"
+            for group in complete[:groups_per_step]:
+                budget.release(group)
+            del complete[:groups_per_step]
+            num_done += groups_per_step
+    assert budget.num_bytes_held == 0 == budget.num_bytes_reserved
+
+
 def test_a_group_larger_than_its_reservation_takes_of_the_excess_or_is_refused() -> None:
     """By hand: 2 groups of 30 a step in 70 bytes leave 10 beyond all reservations."""
     budget = PayloadBudget(70, excess_bytes=largest_excess(70, 2, 30))

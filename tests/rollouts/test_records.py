@@ -11,6 +11,7 @@ from forgeasync.rollouts import (
     NO_DISTRIBUTION,
     CaptureSpec,
     KeptTokens,
+    PayloadRef,
     RecordError,
     Rollout,
     RoutedExperts,
@@ -20,10 +21,22 @@ from forgeasync.rollouts import (
     decode_rollout,
     encode_group,
     expert_dtype,
+    measure,
+    read_from,
+    write_into,
 )
 from tests.support.recorded_rollouts import FACTS, make_rollout
 
 BOTH = CaptureSpec(routing=True, kept_tokens=True)
+
+
+def through_memory(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    memory = bytearray(measure(arrays))
+    checksum = write_into(memoryview(memory), arrays, "5")
+    ref = PayloadRef(
+        host_id="h", file="f", payload_id="5", offset=0, num_bytes=len(memory), checksum=checksum
+    )
+    return read_from(memoryview(memory), ref, copy=False)
 
 
 @settings(deadline=None)
@@ -50,7 +63,7 @@ def test_any_group_survives_the_codec(
     assert payload.prompt_of[-1] == payload.prompt_of[0]
     assert len(payload.prompts) == len(set(payload.prompt_of))
     for rollout, index, response in zip(rollouts, payload.prompt_of, payload.responses, strict=True):
-        trace = decode_rollout(payload.prompts[index], response)
+        trace = decode_rollout(through_memory(payload.prompts[index]), through_memory(response))
         for name in ("prompt_ids_P", "response_ids_T", "logprobs_T"):
             np.testing.assert_array_equal(getattr(trace, name), getattr(rollout, name))
         if not is_recorded:

@@ -4,8 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,9 +41,10 @@ def make_elsewhere(root: Path, *prefix: str) -> tuple[subprocess.Popen[str], Pat
 
 def test_folders_of_killed_controllers_are_swept_and_no_others(tmp_path: Path) -> None:
     own = create_run_folder(0, root=tmp_path)
-    foreign = tmp_path / "forgeasync_payloads-of-someone-else"
+    foreign, link = (
+        tmp_path / f"forgeasync_payloads-{name}" for name in ("of-someone-else", "1-0123456789abcdef")
+    )
     foreign.mkdir()
-    link = tmp_path / "forgeasync_payloads-1-0123456789abcdef"
     link.symlink_to(foreign)
     process, theirs = make_elsewhere(tmp_path)
     try:
@@ -124,10 +125,12 @@ def test_sweepers_beside_each_other_take_nothing_from_the_living(tmp_path: Path)
             swept.extend(sweep_stale_folders(root=tmp_path))
         swept.extend(sweep_stale_folders(root=tmp_path))
 
-    with ThreadPoolExecutor(2) as threads:
-        sweepers = [threads.submit(sweep) for _ in range(2)]
-        ended = [creator.communicate() for creator in creators]
-    assert [one.exception() for one in sweepers] == [None, None]
+    sweepers = [threading.Thread(target=sweep) for _ in range(2)]
+    for sweeper in sweepers:
+        sweeper.start()
+    ended = [creator.communicate() for creator in creators]
+    for sweeper in sweepers:
+        sweeper.join()
     for creator, (out, err) in zip(creators, ended, strict=True):
         assert creator.returncode == -signal.SIGKILL, err
         assert len(out.split()) == num_folders // 3
