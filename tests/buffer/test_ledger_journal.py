@@ -54,19 +54,14 @@ def test_events_are_on_the_disk_in_their_order_when_waited_for(path: Path) -> No
     assert reading.book.totals.num_submitted == 300
 
 
-def test_events_reach_the_disk_without_anyone_waiting_for_them(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_reach_the_disk_without_anyone_waiting(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "SYNC_EVERY_S", 0.01)
 
     async def write() -> None:
         journal = Journal(JournalFile.create(path), START)
         for event in (opened(1), *prompts(0, 2)):
             journal.append([event])
-            while (
-                not path.read_bytes().endswith(b"}\n")
-                or path.read_bytes().count(b"\n") < journal.position.num_lines
-            ):
+            while path.read_bytes().count(b"\n") < journal.position.num_lines:
                 await asyncio.sleep(0.005)
 
     asyncio.run(write())
@@ -147,9 +142,7 @@ def test_a_full_disk_is_waited_for_and_loses_nothing(path: Path, monkeypatch: py
     assert reading.contradiction is None and reading.book.totals.num_submitted == 21
 
 
-def test_an_error_that_will_not_pass_is_raised_and_names_the_file(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lasting_error_is_raised_and_names_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(100)
     disk.error = errno.EBADF
     install(monkeypatch, disk)
@@ -158,15 +151,12 @@ def test_an_error_that_will_not_pass_is_raised_and_names_the_file(
         journal = Journal(JournalFile.create(path), START)
         journal.append([opened(1), *prompts(0, 20)])
         for wait in (journal.durable, journal.close):
-            with pytest.raises(
-                JournalNotWritten, match=r"Bad file descriptor; \d+ bytes of the ledger"
-            ) as raised:
+            with pytest.raises(JournalNotWritten, match=r"Bad file descriptor; \d+ bytes") as raised:
                 await wait()
             assert raised.value.filename == str(path)
             again = pickle.loads(pickle.dumps(raised.value))
-            assert type(again) is JournalNotWritten and str(again) == str(raised.value), (
-                "as it leaves its actor"
-            )
+            # As it leaves its actor.
+            assert type(again) is JournalNotWritten and str(again) == str(raised.value)
         with pytest.raises(JournalNotWritten):
             journal.append(prompts(20, 1))
 

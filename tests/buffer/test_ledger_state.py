@@ -1,6 +1,7 @@
 """The book follows every real history, and contradicts every other one."""
 
 import random
+from collections import Counter
 
 import msgspec
 import pytest
@@ -28,6 +29,8 @@ from forgeasync.buffer import (
 )
 from tests.support.ledger_histories import histories
 from tests.support.ledgers import is_consistent, opened, plain
+
+LOST, STALE, FILTERED = DropReason.LOST, DropReason.STALE, DropReason.FILTERED
 
 
 def read(*events: AnyEvent) -> LedgerState:
@@ -58,8 +61,25 @@ def dropped(prompt: int, group: int, reason: DropReason, *, again: bool) -> Drop
     return Dropped(prompt=prompt, group=group, reason=reason, again=again)
 
 
+def restored(prompt: int, group: int, attempt: int = 0) -> Restored:
+    return Restored(prompt=prompt, attempt=attempt, group=group)
+
+
+def resumed_from(line: int, *batches: tuple[int, ...]) -> Resumed:
+    """From a checkpoint of step 1."""
+    return Resumed(step=1, line=line, groups_per_step=1, batches=batches)
+
+
 STEP_1 = [opened(1), *submitted(0, 1), *ready(0, 0), trained(1, 0, 0)]
 """Seven lines: one step, and prompt 1 waits."""
+
+STARTED_1, SAMPLED_1, READY_1 = (ready(1, 1)[:number] for number in (1, 2, 3))
+"""Prompt 1's group after that."""
+
+
+def resumed(*batches: tuple[int, ...]) -> list[AnyEvent]:
+    """Step 1 is in a checkpoint, and step 2, of prompt 1, is lost."""
+    return [Checkpointed(step=1), *READY_1, trained(2, 1, 1), resumed_from(8, *batches)]
 
 
 def test_every_prompt_has_an_end_by_its_way() -> None:
@@ -71,7 +91,7 @@ def test_every_prompt_has_an_end_by_its_way() -> None:
         *ready(1, 1),
         trained(2, 1, 1, Update.SKIPPED),
         *ready(2, 2)[:2],
-        dropped(2, 2, DropReason.FILTERED, again=False),
+        dropped(2, 2, FILTERED, again=False),
         Started(prompt=3, attempt=0, group=3),
         dropped(3, 3, DropReason.BAD_RECORD, again=True),
         Started(prompt=3, attempt=1, group=4),
@@ -79,23 +99,10 @@ def test_every_prompt_has_an_end_by_its_way() -> None:
         Started(prompt=4, attempt=0, group=5),
         Ended(unfinished=(4, 5)),
     )
-    places = [state.place for prompt in range(6) if (state := book.prompt(prompt)) is not None]
-    assert places == [
-        Place.TRAINED,
-        Place.SKIPPED,
-        Place.FILTERED,
-        Place.DROPPED,
-        Place.UNFINISHED,
-        Place.UNFINISHED,
-    ]
+    ends = [Place.TRAINED, Place.SKIPPED, Place.FILTERED, Place.DROPPED, Place.UNFINISHED, Place.UNFINISHED]
+    assert [state.place for prompt in range(6) if (state := book.prompt(prompt)) is not None] == ends
     totals = book.totals
-    assert totals.num_ended == {
-        Place.TRAINED: 1,
-        Place.SKIPPED: 1,
-        Place.FILTERED: 1,
-        Place.DROPPED: 1,
-        Place.UNFINISHED: 2,
-    }
+    assert totals.num_ended == Counter(ends)
     assert totals.num_dropped == {DropReason.CANCELLED: 1}
     assert totals.num_lost == {DropReason.CANCELLED: 1, DropReason.BAD_RECORD: 1, DropReason.FILTERED: 1}
     assert totals.num_attempts == 6 and totals.num_reissued == 1
@@ -104,16 +111,8 @@ def test_every_prompt_has_an_end_by_its_way() -> None:
 
 def test_a_resumption_undoes_what_came_after_its_checkpoint() -> None:
     """Prompt 1 was complete at the checkpoint, was trained after it, and is trained again."""
-    before = [
-        *STEP_1,
-        *ready(1, 1),
-        Checkpointed(step=1),
-        *submitted(2),
-        trained(2, 1, 1),
-        *ready(2, 2)[:2],
-        dropped(2, 2, DropReason.FILTERED, again=False),
-    ]
-    book = read(*before, Resumed(step=1, line=11, groups_per_step=1))
+    after = [*submitted(2), trained(2, 1, 1), *ready(2, 2)[:2], dropped(2, 2, FILTERED, again=False)]
+    book = read(*STEP_1, *READY_1, Checkpointed(step=1), *after, resumed_from(11))
     (resumption,) = book.resumptions
     assert resumption.undone_steps == (2,) and resumption.untrained_prompts == (1,)
     assert resumption.undone_prompts == (1, 2) and resumption.restarted_prompts == (1,)
@@ -126,109 +125,78 @@ def test_a_resumption_undoes_what_came_after_its_checkpoint() -> None:
 
 
 def test_a_run_can_be_resumed_twice_from_one_checkpoint_and_from_an_earlier_one() -> None:
-    first = [
-        opened(1),
-        *submitted(0),
-        *ready(0, 0),
-        Checkpointed(step=0),
-        trained(1, 0, 0),
-        Checkpointed(step=1),
-    ]
+    first = [opened(1), *submitted(0), *ready(0, 0), Checkpointed(step=0), trained(1, 0, 0)]
     again = Resumed(step=0, line=6, groups_per_step=1)
-    book = read(*first, Resumed(step=1, line=8, groups_per_step=1), again, *ready(0, 1), again)
+    book = read(*first, Checkpointed(step=1), resumed_from(8), again, *ready(0, 1), again)
     assert [one.undone_steps for one in book.resumptions] == [(), (1,), ()]
     assert book.open_prompts == {0: 0} and book.totals.step == 0
     assert book.totals.num_restarted == 1, "of the history that stands"
     with pytest.raises(Contradiction, match="goes on from the checkpoint of step 1 in line 8"):
-        book.apply(Resumed(step=1, line=8, groups_per_step=1))
+        book.apply(resumed_from(8))
+
+
+TWO_PROMPTS = Trained(step=2, prompts=(1, 0), groups=(1, 0), update=Update.MADE)
+OTHER_TASK = Submitted(prompt=2, source="s", task_id="other")
 
 
 @pytest.mark.parametrize(
     ("events", "words"),
     [
-        (submitted(0), "line 1: comes before the line that opens the ledger"),
-        ([opened(1), opened(1)], "line 2: opens a ledger that line 1 has opened"),
-        ([opened(1), *submitted(1)], "line 2: prompt 1 was submitted, but prompt 0 comes next"),
-        ([*STEP_1, *submitted(0)], r"prompt 2 comes next; prompt 0 was trained at step 1 \(line 7\)"),
+        (submitted(1), "prompt 1 was submitted, but prompt 2 comes next"),
+        (submitted(0), r"prompt 2 comes next; prompt 0 was trained at step 1 \(line 7\)"),
         (
-            [
-                *STEP_1,
-                Checkpointed(step=1),
-                *submitted(2),
-                Resumed(step=1, line=8, groups_per_step=1),
-                Submitted(prompt=2, source="s", task_id="other"),
-            ],
-            "line 11: prompt 2 is task 'other' of 's', and was task 'task 2' of 's' before the run was ",
+            [Checkpointed(step=1), *submitted(2), resumed_from(8), OTHER_TASK],
+            "task 'other' .* 'task 2' of 's'",
         ),
-        ([*STEP_1, *ready(5, 1)], "line 8: prompt 5 was started, but it was not submitted"),
+        (ready(5, 1), "line 8: prompt 5 was started, but it was not submitted"),
+        (ready(0, 1), r"0 was started as attempt 0, but it was trained at step 1 \(line 7\)"),
+        (ready(1, 1, attempt=1), r"as attempt 1, but it waits for attempt 0 to start \(line 3\)"),
+        (ready(1, 2), "prompt 1 was started as group 2, but group 1 comes next"),
+        ([*STARTED_1, *ready(1, 2)], r"as attempt 0, but it has its group 1 started \(line 8\)"),
+        ([Sampled(prompt=1, group=1)], "group 1 of prompt 1 was sampled, but the prompt waits"),
+        ([*STARTED_1, Scored(prompt=1, group=1)], r"was scored, .* has its group 1 started \(line 8\)"),
+        ([*STARTED_1, Sampled(prompt=1, group=0)], "group 0 .* was sampled, .* has its group 1 started"),
+        ([*READY_1, trained(2, 0, 0)], r"step 2 with group 0, but it was trained at step 1 \(line 7\)"),
+        ([*SAMPLED_1, trained(2, 1, 1)], "but it has its group 1 sampled"),
+        ([*READY_1, trained(2, 1, 0)], "step 2 with group 0, but it has its group 1 scored"),
+        ([*READY_1, trained(3, 1, 1)], "step 3 was trained, but step 2 comes next"),
+        ([*READY_1, trained(1, 1, 1)], r"step 2 comes next; step 1 was trained before \(line 7\)"),
+        ([*READY_1, TWO_PROMPTS], "step 2 was trained on 2 prompts and 2 groups; a step has 1"),
+        ([dropped(0, 0, STALE, again=False)], r"dropped \(stale\), but the prompt was trained at step 1"),
+        ([*READY_1, dropped(1, 0, STALE, again=True)], r"group 0 .* has its group 1 scored \(line 10\)"),
+        ([*READY_1, dropped(1, 1, FILTERED, again=True)], "prompt 1 was filtered, and cannot come again"),
+        ([Checkpointed(step=2)], "a checkpoint of step 2 was begun, but step 1 was the last one"),
+        ([Checkpointed(step=1), resumed_from(7)], r"line 9: .* step 1 in line 7; .* lines 8 \(step 1\)"),
+        ([Ended(unfinished=())], r"with 0 unfinished prompts, but it leaves out prompt 1, which waits"),
+        ([Ended(unfinished=(0, 1))], "but it names prompt 0, which was trained at step 1"),
+        ([Ended(unfinished=(1, 2))], "but it names prompt 2, which was not submitted"),
+        ([Ended(unfinished=(1, 1))], "but it names a prompt twice"),
+        ([Ended(unfinished=(1,)), *submitted(2)], "says 'submitted' after the run has ended"),
+        ([opened(1)], "line 8: opens a ledger that line 1 has opened"),
+        ([restored(1, 1)], "prompt 1 was restored in a run that was not resumed"),
+        ([*resumed(), restored(0, 1)], "prompt 0 was restored, but it was trained at step 1"),
+        ([*resumed(), restored(1, 2)], "prompt 1 was restored as group 2, but group 1 comes next"),
+        ([*resumed(), restored(5, 1)], "prompt 5 was restored, but it was not submitted"),
         (
-            [*STEP_1, *ready(0, 1)],
-            r"prompt 0 was started as attempt 0, but it was trained at step 1 \(line 7\)",
-        ),
-        ([*STEP_1, *ready(1, 1, attempt=1)], r"as attempt 1, but it waits for attempt 0 to start \(line 3\)"),
-        ([*STEP_1, *ready(1, 2)], "prompt 1 was started as group 2, but group 1 comes next"),
-        (
-            [*STEP_1, *ready(1, 1)[:1], *ready(1, 2)],
-            r"prompt 1 was started as attempt 0, but it has its group 1 started \(line 8\)",
-        ),
-        ([*STEP_1, Sampled(prompt=1, group=1)], "group 1 of prompt 1 was sampled, but the prompt waits"),
-        (
-            [*STEP_1, *ready(1, 1)[:1], Scored(prompt=1, group=1)],
-            r"group 1 of prompt 1 was scored, but the prompt has its group 1 started \(line 8\)",
-        ),
-        (
-            [*STEP_1, *ready(1, 1)[:1], Sampled(prompt=1, group=0)],
-            "group 0 of prompt 1 was sampled, but the prompt has its group 1 started",
-        ),
-        (
-            [*STEP_1, *ready(1, 1), trained(2, 0, 0)],
-            r"prompt 0 was trained at step 2 with group 0, but it was trained at step 1 \(line 7\)",
-        ),
-        ([*STEP_1, *ready(1, 1)[:2], trained(2, 1, 1)], "but it has its group 1 sampled"),
-        (
-            [*STEP_1, *ready(1, 1), trained(2, 1, 0)],
-            "trained at step 2 with group 0, but it has its group 1 scored",
-        ),
-        ([*STEP_1, *ready(1, 1), trained(3, 1, 1)], "step 3 was trained, but step 2 comes next"),
-        (
-            [*STEP_1, *ready(1, 1), trained(1, 1, 1)],
-            r"step 1 was trained, but step 2 comes next; step 1 was trained before \(line 7\)",
+            [*resumed((1,)), *submitted(2), *ready(2, 1), trained(2, 2, 1)],
+            "step 2 was trained on prompts 2, but it was to be made again with prompts 1",
         ),
         (
-            [*STEP_1, *ready(1, 1), Trained(step=2, prompts=(1, 0), groups=(1, 0), update=Update.MADE)],
-            "step 2 was trained on 2 prompts and 2 groups; a step has 1",
+            [*resumed(), *STARTED_1, dropped(1, 1, LOST, again=True), restored(1, 2)],
+            "attempt 0 at prompt 1 was restored, but it waits for attempt 1 to start",
         ),
-        (
-            [*STEP_1, dropped(0, 0, DropReason.STALE, again=False)],
-            r"group 0 of prompt 0 was dropped \(stale\), but the prompt was trained at step 1",
-        ),
-        (
-            [*STEP_1, *ready(1, 1), dropped(1, 0, DropReason.STALE, again=True)],
-            r"group 0 of prompt 1 was dropped \(stale\), but the prompt has its group 1 scored \(line 10\)",
-        ),
-        (
-            [*STEP_1, *ready(1, 1), dropped(1, 1, DropReason.FILTERED, again=True)],
-            "prompt 1 was filtered, and cannot come again",
-        ),
-        ([*STEP_1, Checkpointed(step=2)], "a checkpoint of step 2 was begun, but step 1 was the last one"),
-        (
-            [*STEP_1, Checkpointed(step=1), Resumed(step=1, line=7, groups_per_step=1)],
-            r"line 9: goes on from the checkpoint of step 1 in line 7; .* lines 8 \(step 1\)",
-        ),
-        (
-            [*STEP_1, Ended(unfinished=())],
-            r"with 0 unfinished prompts, but it leaves out prompt 1, which waits",
-        ),
-        ([*STEP_1, Ended(unfinished=(0, 1))], "but it names prompt 0, which was trained at step 1"),
-        ([*STEP_1, Ended(unfinished=(1, 2))], "but it names prompt 2, which was not submitted"),
-        ([*STEP_1, Ended(unfinished=(1, 1))], "but it names a prompt twice"),
-        ([*STEP_1, Ended(unfinished=(1,)), *submitted(2)], "says 'submitted' after the run has ended"),
     ],
 )
 def test_a_contradiction_names_both_lines(events: list[AnyEvent], words: str) -> None:
     with pytest.raises(Contradiction, match=words):
-        read(*events)
-    assert not is_consistent(plain(events))
+        read(*STEP_1, *events)
+    assert not is_consistent(plain([*STEP_1, *events]))
+
+
+def test_nothing_comes_before_the_line_that_opens_a_ledger() -> None:
+    with pytest.raises(Contradiction, match="line 1: comes before the line that opens the ledger"):
+        read(*submitted(0))
+    assert not is_consistent(plain(submitted(0)))
 
 
 def test_a_ledger_can_begin_later() -> None:
@@ -243,18 +211,8 @@ def test_a_ledger_can_begin_later() -> None:
         read(msgspec.structs.replace(first, waiting=((7, 0),)))
 
 
-def restored(prompt: int, group: int, attempt: int = 0) -> Restored:
-    return Restored(prompt=prompt, attempt=attempt, group=group)
-
-
-def resumed(*batches: tuple[int, ...]) -> list[AnyEvent]:
-    """Step 1 is in a checkpoint, and step 2, of prompt 1, is lost."""
-    events = [*STEP_1, Checkpointed(step=1), *ready(1, 1), trained(2, 1, 1)]
-    return [*events, Resumed(step=1, line=len(STEP_1) + 1, groups_per_step=1, batches=batches)]
-
-
 def test_groups_that_come_back_are_scored_and_their_steps_are_made_again() -> None:
-    book = read(*resumed((1,)), restored(1, 1, attempt=2), trained(2, 1, 1), *submitted(2))
+    book = read(*STEP_1, *resumed((1,)), restored(1, 1, attempt=2), trained(2, 1, 1), *submitted(2))
     state = book.prompt(1)
     assert state is not None and (state.place, state.attempt, state.group) == (Place.TRAINED, 2, 1)
     assert book.totals.num_restored == 1 and book.totals.num_attempts == 1
@@ -263,46 +221,19 @@ def test_groups_that_come_back_are_scored_and_their_steps_are_made_again() -> No
 
 
 def test_what_a_run_loses_is_what_it_has_made_and_what_it_was_to_make_again() -> None:
-    made = read(*resumed((1,), (2,)), restored(1, 1), trained(2, 1, 1))
+    made = read(*STEP_1, *resumed((1,), (2,)), restored(1, 1), trained(2, 1, 1))
     assert made.lost_after(1) == LostSteps(batches=((1,), (2,)), first_attempts={})
     assert made.lost_after(2) == LostSteps(batches=((2,),), first_attempts={})
     lost = read(
+        *STEP_1,
         *resumed(),
-        Started(prompt=1, attempt=0, group=1),
+        *STARTED_1,
         dropped(1, 1, DropReason.BAD_RECORD, again=True),
         *submitted(2),
         Started(prompt=2, attempt=0, group=2),
-        dropped(2, 2, DropReason.FILTERED, again=False),
+        dropped(2, 2, FILTERED, again=False),
     )
     assert lost.lost_after(1) == LostSteps(batches=(), first_attempts={1: 1, 2: 1})
-
-
-@pytest.mark.parametrize(
-    ("events", "words"),
-    [
-        ([*resumed(), restored(0, 1)], r"attempt 0 at prompt 0 was restored, but it was trained at step 1"),
-        ([*resumed(), restored(1, 2)], "prompt 1 was restored as group 2, but group 1 comes next"),
-        ([*resumed(), restored(5, 1)], "prompt 5 was restored, but it was not submitted"),
-        ([*STEP_1, restored(1, 1)], "prompt 1 was restored in a run that was not resumed"),
-        (
-            [*resumed((1,)), *submitted(2), *ready(2, 1), trained(2, 2, 1)],
-            "step 2 was trained on prompts 2, but it was to be made again with prompts 1",
-        ),
-        (
-            [
-                *resumed(),
-                Started(prompt=1, attempt=0, group=1),
-                dropped(1, 1, DropReason.LOST, again=True),
-                restored(1, 2),
-            ],
-            "attempt 0 at prompt 1 was restored, but it waits for attempt 1 to start",
-        ),
-    ],
-)
-def test_what_cannot_come_back_is_contradicted(events: list[AnyEvent], words: str) -> None:
-    with pytest.raises(Contradiction, match=words):
-        read(*events)
-    assert not is_consistent(plain(events))
 
 
 def is_followed(events: list[AnyEvent]) -> bool:
@@ -321,8 +252,7 @@ def test_what_the_buffer_does_is_never_contradicted(events: list[AnyEvent]) -> N
 
 def changed(event: AnyEvent, rng: random.Random) -> AnyEvent:
     """The event with another value in one field."""
-    fields = list(event.__struct_fields__)
-    name = rng.choice(fields)
+    name = rng.choice(list(event.__struct_fields__))
     value = getattr(event, name)
     match value:
         case bool():
@@ -346,9 +276,7 @@ def changed(event: AnyEvent, rng: random.Random) -> AnyEvent:
 
 @settings(max_examples=400, deadline=None)
 @given(events=histories(num_moves=25), seed=st.integers(0, 2**32))
-def test_a_changed_history_is_contradicted_exactly_if_another_program_contradicts_it(
-    events: list[AnyEvent], seed: int
-) -> None:
+def test_changed_histories_are_contradicted_as_by_another_program(events: list[AnyEvent], seed: int) -> None:
     rng = random.Random(seed)
     # Every kind of event as often as any other.
     kind = rng.choice(sorted({type(event).__name__ for event in events}))

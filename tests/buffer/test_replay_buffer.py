@@ -22,22 +22,19 @@ from forgeasync.config import (
     AgeOf,
     BatchOrder,
     BufferSection,
-    Replacement,
     StaleGroups,
 )
 from forgeasync.rollouts import Group, GroupProgress
-from tests.support.buffer_world import (
-    WEIGHT,
-    BufferWorld,
-    complete,
-    make_task,
-    make_world,
-    started,
-    taken,
-)
+from tests.support.buffer_world import WEIGHT, BufferWorld, complete, make_task, make_world, started, taken
 from tests.support.rollouts import make_stored_rollout
 
-DROP = BufferSection(stale_groups=StaleGroups.DROP, adapt_load=False)
+
+def make_dropping_world(groups_per_step: int, k: int, **options: object) -> BufferWorld:
+    return make_world(groups_per_step, k, stale_groups=StaleGroups.DROP, **options)
+
+
+def windowed(num_groups: int) -> AccountingSection:
+    return AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=num_groups)
 
 
 def test_synchronous_starts_exactly_one_batch_and_waits_for_all_of_it() -> None:
@@ -50,10 +47,6 @@ def test_synchronous_starts_exactly_one_batch_and_waits_for_all_of_it() -> None:
     assert started(world) == [], "the next step's groups wait for its weights"
     world.serve(1)
     assert started(world) == [3, 4, 5]
-
-
-def test_runs_ahead_by_at_most_k_steps() -> None:
-    assert len(started(make_world(2, 4))) == 5 * 2
 
 
 def test_depth_bound_counts_complete_groups_and_in_flight_bound_does_not() -> None:
@@ -77,28 +70,6 @@ def test_nothing_is_started_that_the_run_cannot_train_on() -> None:
         groups_per_step=2, k=4, section=BufferSection(), accounting=AccountingSection(), num_steps=3
     )
     assert len(started(world)) == 3 * 2
-
-
-def test_two_stragglers_are_not_left_to_share_one_last_step() -> None:
-    # Groups 0 and 1 started at version 0 and may be trained on at step 2 at the latest, one per step: step 1
-    # must not go to group 3, though it is complete.
-    world = make_world(1, 2)
-    started(world)
-    complete(world, 2)
-    assert taken(world) == [2]
-    world.serve(1)
-    # What runs has not begun to decode: it counts from version 1 now, and nothing has to be waited for.
-    for group_id in (0, 1):
-        world.decode(group_id)
-    assert started(world) == [3]
-    complete(world, 3)
-    world.take()
-    world.serve(2)
-    assert started(world) == [4]
-    complete(world, 4)
-    assert taken(world) is None, "groups 0 and 1 have steps 2 and 3 left"
-    complete(world, 1)
-    assert taken(world) == [1]
 
 
 def test_feasibility_adds_up_over_deadlines() -> None:
@@ -136,19 +107,19 @@ def test_generators_wait_where_the_bound_kept_groups_from_starting() -> None:
 
 
 def test_order_of_completion_takes_what_came_first() -> None:
-    world = make_world(1, 3, stale_groups=StaleGroups.DROP, order=BatchOrder.COMPLETION)
+    world = make_dropping_world(1, 3, order=BatchOrder.COMPLETION)
     started(world)
     complete(world, 3, 1)
     assert taken(world) == [3]
     assert taken(world) == [1]
-    by_deadline = make_world(1, 3, stale_groups=StaleGroups.DROP)
+    by_deadline = make_dropping_world(1, 3)
     started(by_deadline)
     complete(by_deadline, 3, 1)
     assert taken(by_deadline) == [1]
 
 
 def test_stale_group_is_dropped_counted_and_its_prompt_comes_first() -> None:
-    world = make_world(1, 1, stale_groups=StaleGroups.DROP)
+    world = make_dropping_world(1, 1)
     assert started(world) == [0, 1]
     world.decode(0)
     complete(world, 1)
@@ -178,18 +149,8 @@ def test_exact_accounting_gives_up_on_a_prompt_after_max_attempts() -> None:
     assert world.sampling[group_id].task.task_id == "1", "the next prompt's turn"
 
 
-def test_filtered_prompt_does_not_come_again() -> None:
-    world = make_world(1, 0)
-    (group_id,) = started(world)
-    world.finish(group_id)
-    world.fail(group_id, DropReason.FILTERED)
-    (group_id,) = started(world)
-    assert world.sampling[group_id].task.task_id == "1"
-
-
 def test_window_holds_back_what_overtakes_by_too_much() -> None:
-    windowed = AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=2)
-    world = make_world(1, 3, accounting=windowed, stale_groups=StaleGroups.DROP)
+    world = make_dropping_world(1, 3, accounting=windowed(2))
     assert started(world) == [0, 1, 2, 3]
     complete(world, 2, 3)
     assert taken(world) is None, "groups 0 and 1 are the window"
@@ -197,49 +158,6 @@ def test_window_holds_back_what_overtakes_by_too_much() -> None:
     assert taken(world) == [1]
     assert taken(world) == [2], "it came inside for group 1"
     assert taken(world) == [3]
-
-
-def test_expired_group_at_the_head_of_the_window_holds_nothing_back() -> None:
-    windowed = AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=3)
-    world = make_world(2, 1, accounting=windowed, stale_groups=StaleGroups.DROP)
-    assert started(world) == [0, 1, 2, 3]
-    world.decode(0)
-    complete(world, 1, 2)
-    assert taken(world) == [1, 2]
-    world.decode(3)
-    world.serve(1)
-    assert started(world) == [4, 5]
-    complete(world, 4, 5)
-    assert taken(world) is None, "0, 3 and 4 are the window, and 0 and 3 are under way"
-    complete(world, 3)
-    assert taken(world) == [3, 4]
-    assert world.cancellable == {0}
-    world.serve(2)
-    assert started(world) == [6, 7]
-    world.decode(6)
-    complete(world, 7)
-    assert taken(world) == [5, 7], "the window is 5, 6 and 7: 0 is too old to wait for"
-
-
-def test_expired_group_that_turns_out_younger_can_train_whatever_the_window() -> None:
-    windowed = AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=2)
-    world = make_world(1, 1, accounting=windowed, stale_groups=StaleGroups.DROP, age_of=AgeOf.NEWEST_TOKEN)
-    assert started(world) == [0, 1]
-    world.end_one(0)
-    complete(world, 1)
-    assert taken(world) == [1]
-    world.serve(1)
-    assert started(world) == [2]
-    complete(world, 2)
-    assert taken(world) == [2]
-    assert world.cancellable == {0}, "one of its rollouts ended under version 0"
-    world.serve(2)
-    assert started(world) == [3]
-    sampling = world.sampling[0]
-    sampling.ended.clear()
-    world.finish(0)
-    world.score(0)
-    assert taken(world) == [0], "both of its rollouts ended under version 2"
 
 
 def test_reference_versions_by_hand() -> None:
@@ -264,25 +182,6 @@ def test_progress_raises_the_reference_only_as_far_as_it_is_certain() -> None:
     assert known(1, 0, AgeOf.OLDEST_TOKEN) == 0, "the other one may have ended and not been told of"
 
 
-def test_every_complete_group_that_expires_with_a_step_is_handed_back() -> None:
-    """Two groups of version 0 are overtaken by younger ones, and lost at once when step 2 is behind them."""
-    world = make_world(1, 2, stale_groups=StaleGroups.DROP, order=BatchOrder.COMPLETION)
-    assert started(world) == [0, 1, 2]
-    for group_id in (1, 2):
-        world.decode(group_id)
-    for step, group_id in enumerate((0, 3, 4)):
-        complete(world, group_id)
-        if group_id == 4:
-            complete(world, 1, 2)
-        assert taken(world) == [group_id]
-        world.serve(step + 1)
-        assert world.num_lost_groups == (2 if group_id == 4 else 0)
-        if step < 2:
-            assert started(world) == [3 + step]
-    assert world.buffer.num_dropped[DropReason.STALE] == 2
-    world.check_counts()
-
-
 def test_progress_of_groups_that_are_not_sampled_is_no_news() -> None:
     world = make_world(1, 1, age_of=AgeOf.TOKEN)
     assert started(world) == [0, 1]
@@ -290,7 +189,9 @@ def test_progress_of_groups_that_are_not_sampled_is_no_news() -> None:
     for group_id in (0, 99):
         progress = GroupProgress(group_id=group_id, version=1, num_running=2, num_tokens=5)
         world.buffer.progressed(progress)
-    assert world.buffer._entries[0].deadline == 1, "what was sampled is known: nothing of it is newer"
+    world.score(0)
+    complete(world, 1)
+    assert taken(world) == [0], "what was sampled is known: nothing of it is newer, and its deadline stays"
 
 
 def test_what_is_counted() -> None:
@@ -342,12 +243,14 @@ def test_each_reward_stays_with_its_rollout() -> None:
 
 def test_what_filters_drop_is_not_missed() -> None:
     """It was sampled and scored: that it does not train is what was asked for."""
-    world = make_world(1, 0, stale_groups=StaleGroups.DROP, accounting=WEIGHT)
+    world = make_dropping_world(1, 0, accounting=WEIGHT)
     (group_id,) = started(world)
     world.finish(group_id)
     world.fail(group_id, DropReason.FILTERED)
     snapshot = world.buffer.snapshot()
     assert snapshot.deficits == () and snapshot.num_censored == 0
+    (group_id,) = started(world)
+    assert world.sampling[group_id].task.task_id == "1", "it does not come again"
 
 
 @pytest.mark.parametrize(("most", "expected"), [(1, [1, 1]), (3, [3, 3]), (99, [4, 2])])
@@ -417,18 +320,6 @@ def test_a_restored_buffer_starts_what_was_lost_and_goes_on() -> None:
     assert again.buffer.num_trained == 2 and again.buffer.num_submitted == 9
 
 
-def test_a_batch_that_was_taken_and_not_committed_starts_again() -> None:
-    accounting = AccountingSection(replacement=Replacement.WEIGHT)
-    world = make_world(2, 1, longest_first=False, stale_groups=StaleGroups.DROP, accounting=accounting)
-    assert started(world) == [0, 1, 2, 3]
-    complete(world, 0, 1)
-    before = world.buffer.snapshot()
-    assert world.buffer.take() is not None
-    snapshot = world.buffer.snapshot()
-    assert snapshot == before
-    assert [one.task.task_id for one in snapshot.complete] == ["0", "1"]
-
-
 def test_deficits_that_a_batch_takes_over_are_kept_until_it_is_committed() -> None:
     """A run that resumes from in between has them again, as it has the batch's prompts."""
     world = make_world(1, 1, longest_first=False, stale_groups=StaleGroups.DROP, accounting=WEIGHT)
@@ -452,7 +343,7 @@ def test_deficits_that_a_batch_takes_over_are_kept_until_it_is_committed() -> No
 
 
 def test_a_prompt_that_is_gone_for_good_is_missed_at_the_length_that_it_had_first() -> None:
-    world = make_world(1, 0, stale_groups=StaleGroups.DROP, accounting=WEIGHT, max_attempts=2)
+    world = make_dropping_world(1, 0, accounting=WEIGHT, max_attempts=2)
     for num_tokens in (9, 1):
         (group_id,) = started(world)
         world.decode(group_id, num_tokens - 1)

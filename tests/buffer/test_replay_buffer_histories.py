@@ -12,24 +12,35 @@ from forgeasync.config import (
     AgeOf,
     BatchOrder,
     BufferSection,
-    Replacement,
     StaleGroups,
 )
-from tests.support.buffer_world import BufferWorld, complete
+from tests.support.buffer_world import EXACT, WEIGHT, BufferWorld, complete
 
-accountings = st.sampled_from(
-    [
-        AccountingSection(policy=AccountingPolicy.NONE),
-        AccountingSection(policy=AccountingPolicy.EXACT),
-        AccountingSection(policy=AccountingPolicy.EXACT, replacement=Replacement.WEIGHT),
-    ]
-)
+ACCOUNTINGS = [AccountingSection(policy=AccountingPolicy.NONE), EXACT, WEIGHT]
 
 
-ages = st.sampled_from(list(AgeOf))
-
-
-bounds = st.none() | st.integers(0, 6)
+@st.composite
+def worlds(draw: st.DrawFn, stale_groups: StaleGroups) -> BufferWorld:
+    """A world at its beginning, with any bounds."""
+    groups_per_step = draw(st.integers(1, 4))
+    max_groups = st.none() | st.integers(groups_per_step, groups_per_step + 6)
+    window = st.builds(
+        AccountingSection,
+        policy=st.just(AccountingPolicy.WINDOWED_FIFO),
+        window_groups=st.integers(groups_per_step, groups_per_step + 4),
+    )
+    waits = stale_groups is StaleGroups.WAIT
+    section = BufferSection(
+        stale_groups=stale_groups,
+        age_of=draw(st.sampled_from(AgeOf)),
+        order=BatchOrder.DEADLINE if waits else draw(st.sampled_from(BatchOrder)),
+        max_groups=draw(max_groups),
+        max_in_flight=draw(st.none() | st.integers(1, 6)),
+        adapt_load=draw(st.booleans()),
+    )
+    accounting = draw(st.sampled_from(ACCOUNTINGS) | window)
+    k = draw(st.integers(0, 5))
+    return BufferWorld(groups_per_step=groups_per_step, k=k, section=section, accounting=accounting)
 
 
 def play(world: BufferWorld, data: st.DataObject, num_moves: int = 60) -> None:
@@ -54,36 +65,11 @@ def play(world: BufferWorld, data: st.DataObject, num_moves: int = 60) -> None:
         assert world.buffer.num_pending <= 2 * (world.k + 2) * world.groups_per_step
 
 
-@settings(max_examples=300)
-@given(
-    groups_per_step=st.integers(1, 4),
-    k=st.integers(0, 5),
-    age_of=ages,
-    spare=bounds,
-    max_in_flight=st.none() | st.integers(1, 6),
-    adapt_load=st.booleans(),
-    accounting=accountings,
-    data=st.data(),
-)
-def test_waiting_never_deadlocks_drops_nothing_and_never_trains_on_older_tokens(
-    groups_per_step: int,
-    k: int,
-    age_of: AgeOf,
-    spare: int | None,
-    max_in_flight: int | None,
-    adapt_load: bool,
-    accounting: AccountingSection,
-    data: st.DataObject,
-) -> None:
-    section = BufferSection(
-        age_of=age_of,
-        max_groups=None if spare is None else groups_per_step + spare,
-        max_in_flight=max_in_flight,
-        adapt_load=adapt_load,
-    )
-    world = BufferWorld(groups_per_step=groups_per_step, k=k, section=section, accounting=accounting)
+@settings(max_examples=450)
+@given(world=worlds(StaleGroups.WAIT), data=st.data())
+def test_waiting_never_deadlocks_nor_drops_and_bounds_ages(world: BufferWorld, data: st.DataObject) -> None:
     play(world, data)
-    for _ in range(groups_per_step):
+    for _ in range(world.groups_per_step):
         world.finish_everything()
     assert world.take() is not None, "all groups are complete, yet the trainer waits"
     assert world.buffer.num_dropped[DropReason.STALE] == 0
@@ -91,59 +77,15 @@ def test_waiting_never_deadlocks_drops_nothing_and_never_trains_on_older_tokens(
 
 
 @settings(max_examples=300)
-@given(
-    groups_per_step=st.integers(1, 4),
-    k=st.integers(0, 5),
-    age_of=ages,
-    order=st.sampled_from(list(BatchOrder)),
-    spare=bounds,
-    window=st.none() | st.integers(0, 4),
-    accounting=accountings,
-    data=st.data(),
-)
-def test_dropping_never_trains_on_older_tokens_and_always_comes_to_the_next_batch(
-    groups_per_step: int,
-    k: int,
-    age_of: AgeOf,
-    order: BatchOrder,
-    spare: int | None,
-    window: int | None,
-    accounting: AccountingSection,
-    data: st.DataObject,
-) -> None:
-    if window is not None:
-        accounting = AccountingSection(
-            policy=AccountingPolicy.WINDOWED_FIFO, window_groups=groups_per_step + window
-        )
-    section = BufferSection(
-        stale_groups=StaleGroups.DROP,
-        age_of=age_of,
-        order=order,
-        max_groups=None if spare is None else groups_per_step + spare,
-    )
-    world = BufferWorld(groups_per_step=groups_per_step, k=k, section=section, accounting=accounting)
+@given(world=worlds(StaleGroups.DROP), data=st.data())
+def test_dropping_bounds_ages_and_comes_to_the_next_batch(world: BufferWorld, data: st.DataObject) -> None:
     play(world, data)
     num_before = world.trainer_version
-    for _ in range(2 * groups_per_step + 2):
+    for _ in range(2 * world.groups_per_step + 2):
         world.finish_everything()
         world.take()
     assert world.trainer_version > num_before
     world.check_counts()
-
-
-@settings(max_examples=150)
-@given(groups_per_step=st.integers(1, 4), k=st.integers(0, 5), extra=st.integers(0, 4), data=st.data())
-def test_a_window_and_waiting_go_together(
-    groups_per_step: int, k: int, extra: int, data: st.DataObject
-) -> None:
-    accounting = AccountingSection(
-        policy=AccountingPolicy.WINDOWED_FIFO, window_groups=groups_per_step + extra
-    )
-    world = BufferWorld(groups_per_step=groups_per_step, k=k, section=BufferSection(), accounting=accounting)
-    play(world, data)
-    world.finish_everything()
-    assert world.take() is not None
-    assert world.buffer.num_dropped[DropReason.STALE] == 0
 
 
 def test_memory_does_not_grow_with_the_length_of_a_run() -> None:

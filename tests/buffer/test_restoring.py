@@ -15,7 +15,7 @@ from forgeasync.buffer import (
 )
 from forgeasync.config import AgeOf, BatchOrder, BufferSection, StaleGroups
 from forgeasync.rollouts import Group, SpilledGroup
-from tests.support.buffer_world import EXACT, make_snapshot, make_task, make_world
+from tests.support.buffer_world import make_snapshot, make_task, make_world
 from tests.support.ledger_histories import LedgerWorld
 from tests.support.rollouts import make_stored_rollout
 
@@ -70,14 +70,8 @@ def test_from_the_first_step_that_lacks_a_group_on_weights_are_lost() -> None:
 
 
 def test_what_is_too_old_or_was_dropped_is_left_out() -> None:
-    groups = [
-        candidate(4, 1),
-        candidate(5, 0),
-        candidate(6, 2),
-        candidate(7, 2),
-        candidate(1, 0),
-        candidate(8, 2, attempt=1),
-    ]
+    firsts = {4: 1, 5: 0, 6: 2, 7: 2, 1: 0}
+    groups = [*(candidate(*one) for one in firsts.items()), candidate(8, 2, attempt=1)]
     at = snapshot(2, 8, p4=0, p5=0, p6=1, p7=0)
     restored, batches, left_out = plan(groups, lost(p7=1, p8=1), at)
     assert restored == [(4, 0), (8, 1)] and batches == []
@@ -97,9 +91,11 @@ def test_of_two_attempts_the_later_one_stands() -> None:
     assert plan(groups, lost(), snapshot(2, 6, p4=0)) == ([(4, 1)], [], {SkipReason.ENDED: 1})
 
 
-def kept(prompt: int, version: int) -> SpilledGroup:
-    rollouts = (make_stored_rollout((version, 0, 4)),) * 2
-    group = Group(group_id=55, draw_id=prompt, task=make_task(prompt), rollouts=rollouts)
+def kept(prompt: int, *, task: int | None = None) -> SpilledGroup:
+    """A finished group, sampled under version 2."""
+    rollouts = (make_stored_rollout((2, 0, 4)),) * 2
+    of_task = make_task(prompt if task is None else task)
+    group = Group(group_id=55, draw_id=prompt, task=of_task, rollouts=rollouts)
     return SpilledGroup(group=group, rewards=(1.0,), kept=(1,), scores=None)
 
 
@@ -111,19 +107,22 @@ def test_the_buffer_takes_restored_groups_as_if_they_had_come_in_their_time() ->
         world.buffer.submit(make_task(prompt))
     buffer = world.buffer
     for prompt in (4, 5, 6):
-        buffer.restored(kept(prompt, 2))
+        buffer.restored(kept(prompt))
+
+    def next_batch() -> list[Group]:
+        batch = buffer.take()
+        assert batch is not None
+        buffer.committed(trainer_wait_share=0.0)
+        return list(batch.groups)
+
     assert buffer.take() is None, "prompt 7's group is missing"
-    restored = buffer.restored(kept(7, 2))
+    restored = buffer.restored(kept(7))
     assert restored.group_id == 103 and restored.draw_id == 7
-    start = buffer.start()
-    assert start is None, "two batches are there, and version 2 is served"
-    batch = buffer.take()
-    assert batch is not None and [group.draw_id for group in batch.groups] == [4, 7]
-    assert [len(group.rollouts) for group in batch.groups] == [1, 1] and batch.groups[0].rewards == (1.0,)
-    buffer.committed(trainer_wait_share=0.0)
-    batch = buffer.take()
-    assert batch is not None and [group.draw_id for group in batch.groups] == [5, 6]
-    buffer.committed(trainer_wait_share=0.0)
+    assert buffer.start() is None, "two batches are there, and version 2 is served"
+    groups = next_batch()
+    assert [group.draw_id for group in groups] == [4, 7]
+    assert [len(group.rollouts) for group in groups] == [1, 1] and groups[0].rewards == (1.0,)
+    assert [group.draw_id for group in next_batch()] == [5, 6]
     buffer.set_served_version(4)
     starts = [buffer.start(), buffer.start()]
     assert [one.task.task_id for one in starts if one is not None] == ["8", "9"]
@@ -134,31 +133,27 @@ def test_a_group_of_another_task_is_refused() -> None:
     world = make_world(2, 1)
     world.buffer.restore(snapshot(2, 6, p4=0))
     with pytest.raises(ValueError, match="is task '4' of 's', and was task '5' of 's'"):
-        one = kept(5, 2)
-        world.buffer._submissions.claim(4, one.group.task)
+        world.buffer.restored(kept(4, task=5))
 
 
-SECTIONS = st.sampled_from(
-    [
-        BufferSection(adapt_load=False),
-        BufferSection(adapt_load=False, age_of=AgeOf.NEWEST_TOKEN),
-        BufferSection(adapt_load=False, age_of=AgeOf.TOKEN),
-        BufferSection(adapt_load=False, max_in_flight=2),
-        BufferSection(adapt_load=True),
-        BufferSection(adapt_load=False, stale_groups=StaleGroups.DROP),
-        BufferSection(adapt_load=False, stale_groups=StaleGroups.DROP, order=BatchOrder.COMPLETION),
-    ]
-)
+SECTIONS = [
+    {},
+    {"age_of": AgeOf.NEWEST_TOKEN},
+    {"age_of": AgeOf.TOKEN},
+    {"max_in_flight": 2},
+    {"adapt_load": True},
+    {"stale_groups": StaleGroups.DROP},
+    {"stale_groups": StaleGroups.DROP, "order": BatchOrder.COMPLETION},
+]
 
 
 @settings(max_examples=300, deadline=None)
-@given(data=st.data(), section=SECTIONS)
-def test_killed_anywhere_a_run_keeps_its_bounds_and_its_batches(
-    data: st.DataObject, section: BufferSection
-) -> None:
+@given(data=st.data(), options=st.sampled_from(SECTIONS))
+def test_a_killed_run_keeps_its_bounds_and_batches(data: st.DataObject, options: dict[str, object]) -> None:
     """The world's ``take`` checks ages token by token, its book every prompt. No group is ever too young."""
     gps, k = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 3))
-    world = LedgerWorld(groups_per_step=gps, k=k, section=section, accounting=EXACT)
+    section = BufferSection(**{"adapt_load": False} | options)
+    world = LedgerWorld(groups_per_step=gps, k=k, section=section)
     world.checkpoint()
     moves = ["decode", "complete", "complete", "take", "take", "serve", "fail", "checkpoint", "kill"]
     for _ in range(data.draw(st.integers(10, 60))):

@@ -6,12 +6,13 @@ from forgeasync.buffer import ATTEMPT_STRIDE, LengthHistory, Submission, Submiss
 from tests.support.buffer_world import make_task, make_world, started
 
 
-def test_longest_expected_prompts_start_first_within_a_cohort() -> None:
-    world = make_world(3, 0)
+@pytest.mark.parametrize(("longest_first", "expected"), [(True, ["1", "2", "0"]), (False, ["0", "1", "2"])])
+def test_within_a_cohort_the_longest_come_first_if_asked(longest_first: bool, expected: list[str]) -> None:
+    world = make_world(3, 0, longest_first=longest_first)
     history = world.buffer._submissions.history
     for index, length in enumerate((5, 50, 20)):
         history.measure(make_task(index), length)
-    assert [world.sampling[one].task.task_id for one in started(world)] == ["1", "2", "0"]
+    assert [world.sampling[one].task.task_id for one in started(world)] == expected
 
 
 def test_a_prompt_that_comes_again_keeps_the_first_lengths_that_were_known() -> None:
@@ -33,14 +34,11 @@ def test_restored_prompts_start_in_the_order_that_they_had() -> None:
     for index, length in enumerate((1, 9, 50, 2)):
         submissions.history.measure(make_task(index), length)
 
-    def submission(index: int, attempt: int = 0) -> Submission:
-        return Submission(submission_id=index, task=make_task(index, source=str(index // 4)), attempt=attempt)
+    def submission(index: int, source: str = "s", attempt: int = 0) -> Submission:
+        return Submission(submission_id=index, task=make_task(index, source), attempt=attempt)
 
-    def known(index: int) -> Submission:
-        return Submission(submission_id=index, task=make_task(index))
-
-    waiting = [known(0), known(1), known(2), known(3), submission(7, attempt=1)]
-    submissions.restore(started=[submission(5)], pending=waiting, num_submitted=8)
+    waiting = [*map(submission, range(4)), submission(7, "other", attempt=1)]
+    submissions.restore(started=[submission(5, "other")], pending=waiting, num_submitted=8)
     assert [one.submission_id for one in submissions.pending()] == [0, 1, 2, 3, 5, 7]
     assert [submissions.pop().submission_id for _ in range(6)] == [5, 7, 1, 0, 2, 3]
     submissions.submit(make_task(8))
@@ -69,11 +67,3 @@ def test_the_history_forgets_what_was_measured_first(monkeypatch: pytest.MonkeyP
     of_source = history.expected(make_task(9))
     assert [history.expected(make_task(index)) for index in range(3)] == [8.0, of_source, 24.0]
     assert of_source not in (8.0, 16.0, 24.0)
-
-
-def test_unless_asked_for_the_longest_do_not_come_first() -> None:
-    submissions = Submissions(cohort_size=3, longest_first=False)
-    for index, length in enumerate((5, 50, 20)):
-        submissions.history.measure(make_task(index), length)
-        submissions.submit(make_task(index))
-    assert [submissions.pop().submission_id for _ in range(3)] == [0, 1, 2]

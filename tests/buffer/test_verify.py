@@ -5,6 +5,7 @@ import dataclasses
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,8 @@ from forgeasync.buffer import (
     open_buffer,
 )
 from forgeasync.checkpoints import RunState, model_shape
-from forgeasync.config import RunConfig
 from forgeasync.controller import find_checkpoint, open_files
+from forgeasync.files import read_json_lines
 from forgeasync.rollouts import Group
 from forgeasync.schema import ConfigError
 from tests.support.buffer_world import make_task
@@ -37,7 +38,8 @@ from tests.support.rollouts import make_stored_rollout
 class JournaledRun:
     """A run of two groups a step around a real buffer and journal; writes metrics as the recorder does."""
 
-    def __init__(self, folder: Path, config: RunConfig, resumed: CheckpointedBuffer | None = None) -> None:
+    def __init__(self, folder: Path, resumed: CheckpointedBuffer | None = None) -> None:
+        config = make_config("algorithm.groups_per_step=2")
         state = ReplayBuffer(
             groups_per_step=2,
             group_size=1,
@@ -49,12 +51,8 @@ class JournaledRun:
         if resumed is not None:
             state.restore(resumed.snapshot)
         self.folder = folder
-        self.buffer: JournaledBuffer = open_buffer(
-            state,
-            folder / "ledger.jsonl",
-            config,
-            None if resumed is None else ResumedBuffer(checkpointed=resumed),
-        )
+        ledger, before = folder / "ledger.jsonl", resumed and ResumedBuffer(checkpointed=resumed)
+        self.buffer: JournaledBuffer = open_buffer(state, ledger, config, before)
         self._version = state.snapshot().trainer_version
         self._num_submitted = state.num_submitted
         self._num_skipped = 0
@@ -95,13 +93,9 @@ class JournaledRun:
             file.write(json.dumps(line) + "\n")
 
 
-def make_tiny() -> RunConfig:
-    return make_config("algorithm.groups_per_step=2")
-
-
-async def whole_run(folder: Path, config: RunConfig) -> CheckpointedBuffer:
+async def whole_run(folder: Path) -> CheckpointedBuffer:
     """Three steps with drops, a kill, a resumption after step 2, two more; returns the last checkpoint."""
-    run = JournaledRun(folder, config)
+    run = JournaledRun(folder)
     await run.drop(DropReason.FILTERED)
     await run.drop(DropReason.BAD_RECORD)
     await run.step()
@@ -113,7 +107,7 @@ async def whole_run(folder: Path, config: RunConfig) -> CheckpointedBuffer:
     await run.buffer.durable()
     # Killed: the lock goes with the process.
     run.buffer._journal._file.close()
-    run = JournaledRun(folder, config, checkpoint)
+    run = JournaledRun(folder, checkpoint)
     await run.step()
     await run.drop(DropReason.FILTERED)
     await run.step()
@@ -127,25 +121,35 @@ async def whole_run(folder: Path, config: RunConfig) -> CheckpointedBuffer:
     return last
 
 
-def verify(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object
-) -> tuple[int, str]:
-    monkeypatch.setattr(sys, "argv", ["verify", *map(str, arguments)])
-    code = main()
-    out, err = capsys.readouterr()
-    return code, out + err
+Verify = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    asyncio.run(whole_run(tmp_path, make_tiny()))
+def verify(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Verify:
+    """Runs the program, and returns its exit code and all that it has printed."""
+
+    def run_it(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["verify", *map(str, arguments)])
+        code = main()
+        out, err = capsys.readouterr()
+        return code, out + err
+
+    return run_it
+
+
+@pytest.fixture
+def last(tmp_path: Path) -> CheckpointedBuffer:
+    """The last checkpoint of a run in ``tmp_path``."""
+    return asyncio.run(whole_run(tmp_path))
+
+
+@pytest.fixture
+def run(tmp_path: Path, last: CheckpointedBuffer) -> Path:
     return tmp_path
 
 
-def test_a_run_with_drops_and_a_resumption_is_proved(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, out = verify(capsys, monkeypatch, run, "--json")
+def test_a_run_with_drops_and_a_resumption_is_proved(run: Path, verify: Verify) -> None:
+    code, out = verify(run, "--json")
     assert code == 0, out
     said = json.loads(out)
     assert said["ends"] == {"trained": 6, "skipped": 2, "filtered": 2, "dropped": {}, "unfinished": 2}
@@ -156,19 +160,15 @@ def test_a_run_with_drops_and_a_resumption_is_proved(
     assert resumption["undone_steps"] == [3] and resumption["after_step"] == 2
     assert len(resumption["untrained_prompts"]) == 2
     assert said["compared_steps"] == 4
-    code, out = verify(capsys, monkeypatch, run / "ledger.jsonl")
+    code, out = verify(run / "ledger.jsonl")
     assert code == 0, out
-    assert (
-        f"resumed after step 2 (line {resumption['line']}): step 3 undone; no longer trained: prompts " in out
-    )
+    assert f"resumed after step 2 (line {resumption['line']}): step 3 undone; no longer trained: " in out
     assert out.splitlines()[-1] == "every prompt has exactly one end; metrics.jsonl agrees in 4 steps"
 
 
-def test_a_run_that_was_killed_has_open_prompts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_killed_has_open_prompts(tmp_path: Path, verify: Verify) -> None:
     async def killed() -> None:
-        run = JournaledRun(tmp_path, make_tiny())
+        run = JournaledRun(tmp_path)
         await run.step()
         await run.sample()
         await run.step(recorded=False)
@@ -177,64 +177,39 @@ def test_a_run_that_was_killed_has_open_prompts(
     asyncio.run(killed())
     with (tmp_path / "ledger.jsonl").open("ab") as file:
         file.write(b'{"n":')
-    code, out = verify(capsys, monkeypatch, tmp_path, "--json")
+    code, out = verify(tmp_path, "--json")
     said = json.loads(out)
     assert code == 0 and not said["is_ended"] and said["open"] == 2 and said["num_torn_bytes"] == 5
     assert said["compared_steps"] == 1, "the ledger is ahead of the metrics"
-    code, out = verify(capsys, monkeypatch, tmp_path)
+    code, out = verify(tmp_path)
     assert "no prompt has more than one end" in out and "wait for the run to be resumed" in out
 
 
-def test_contradictions_and_missing_ledgers_have_codes_of_their_own(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contradictions_and_missing_ledgers_have_codes_of_their_own(run: Path, verify: Verify) -> None:
     file = run / "ledger.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     at = next(number for number, line in enumerate(lines) if b'"trained"' in line)
-    for changed, words in (
-        ([*lines[:at], *lines[at + 1 :]], f"line {at + 1}: has the number {at + 2}"),
-        ([*lines[: at + 1], *lines[at:]], f"line {at + 2}: has the number {at + 1}"),
-        (
-            [*lines[:at], lines[at].replace(b'"step":1', b'"step":3'), *lines[at + 1 :]],
-            f"line {at + 1}: was altered",
-        ),
-    ):
-        file.write_bytes(b"".join(changed))
-        code, out = verify(capsys, monkeypatch, run)
-        assert code == 1 and f"contradiction: {words}" in out, out
-        code, out = verify(capsys, monkeypatch, run, "--json")
-        assert code == 1 and json.loads(out)["contradiction"].startswith(words)
+    file.write_bytes(b"".join([*lines[:at], *lines[at + 1 :]]))
+    words = f"line {at + 1}: has the number {at + 2}"
+    code, out = verify(run)
+    assert code == 1 and f"contradiction: {words}" in out, out
+    code, out = verify(run, "--json")
+    assert code == 1 and json.loads(out)["contradiction"].startswith(words)
     file.unlink()
-    code, out = verify(capsys, monkeypatch, run)
+    code, out = verify(run)
     assert code == 2 and "refused: " in out and "cannot be read" in out
 
 
 @pytest.mark.parametrize(
     ("step", "changes", "words"),
     [
-        (
-            1,
-            {"dropped/filtered": 0},
-            "by step 1 the metrics count 0 groups dropped as filtered, the ledger 1",
-        ),
-        (
-            4,
-            {"dropped/filtered": 0},
-            "by step 4 the metrics count 0 groups dropped as filtered, the ledger 1",
-        ),
-        (
-            3,
-            {"dropped/unscored": 1},
-            "by step 3 the metrics count 1 groups dropped as unscored, the ledger 0",
-        ),
-        (2, {"trainer/num_skipped_steps": 0}, "by step 2 the metrics count 0 skipped steps, the ledger 1"),
+        (1, {"dropped/filtered": 0}, "step 1 the metrics count 0 groups dropped as filtered, the ledger 1"),
+        (4, {"dropped/filtered": 0}, "step 4 the metrics count 0 groups dropped as filtered, the ledger 1"),
+        (3, {"dropped/unscored": 1}, "step 3 the metrics count 1 groups dropped as unscored, the ledger 0"),
+        (2, {"trainer/num_skipped_steps": 0}, "step 2 the metrics count 0 skipped steps, the ledger 1"),
         (2, {"step": 1}, "is of step 1, as line 1 is"),
         (4, {"step": 9}, "is of step 9, which is not trained by the ledger"),
-        (
-            2,
-            {"ledger/num_events": 3},
-            "step 2 was recorded after line 3 of the ledger, but it was trained in line",
-        ),
+        (2, {"ledger/num_events": 3}, "step 2 was recorded after line 3 of the ledger, but it was trained"),
         (1, {"ledger/num_events": 40}, "step 1 was recorded after line 40 of the ledger, but"),
         (1, {"dropped/stale": None}, "dropped/stale is None, not a count"),
         (1, None, "has no line of step 1, which was trained in line"),
@@ -242,147 +217,113 @@ def test_contradictions_and_missing_ledgers_have_codes_of_their_own(
     ],
 )
 def test_metrics_that_say_something_else_are_found(
-    run: Path,
-    step: int,
-    changes: dict[str, object] | None,
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Path, verify: Verify, step: int, changes: dict[str, object] | None, words: str
 ) -> None:
+    """``changes`` of None take the step's line away."""
     file = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    changed = [
-        line if line["step"] != step else None if changes is None else line | changes for line in lines
-    ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in changed if line is not None))
-    code, out = verify(capsys, monkeypatch, run)
+    lines = {line["step"]: line for line in read_json_lines(file)}
+    if changes is None:
+        del lines[step]
+    else:
+        lines[step] |= changes
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines.values()))
+    code, out = verify(run)
     assert code == 1 and words in out, out
 
 
-def test_the_last_step_before_an_interruption_needs_no_metrics(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_step_before_an_interruption_needs_no_metrics(run: Path, verify: Verify) -> None:
     """A run that is told to stop commits the step under way, and does not record it."""
     file = run / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([lines[0], *lines[2:]]))
-    code, out = verify(capsys, monkeypatch, run)
+    code, out = verify(run)
     assert code == 0 and "agrees in 3 steps" in out
 
 
 def test_a_resumed_run_without_a_ledger_begins_one_at_its_step(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, last: CheckpointedBuffer, verify: Verify
 ) -> None:
     async def resumed() -> None:
-        (tmp_path / "ledger.jsonl").unlink()
-        again = JournaledRun(tmp_path, make_tiny(), last)
+        again = JournaledRun(run, last)
         await again.step()
         await again.buffer.end()
 
-    folder = tmp_path / "other"
-    folder.mkdir()
-    last = asyncio.run(whole_run(folder, make_tiny()))
+    (run / "ledger.jsonl").unlink()
     asyncio.run(resumed())
-    code, out = verify(capsys, monkeypatch, tmp_path, "--json")
+    code, out = verify(run, "--json")
     said = json.loads(out)
     assert code == 0 and said["begins_after_step"] == 4 and said["step"] == 5
-    assert (
-        said["submitted"]
-        == said["ended_before_ledger"] + said["ends"]["trained"] + said["ends"]["unfinished"]
-    )
     assert said["ends"]["trained"] == 2
+    assert said["submitted"] == said["ended_before_ledger"] + 2 + said["ends"]["unfinished"]
 
 
-class TestResuming:
-    @pytest.fixture
-    def last(self, tmp_path: Path) -> CheckpointedBuffer:
-        return asyncio.run(whole_run(tmp_path, make_tiny()))
+def problem(run: Path, resumed: CheckpointedBuffer) -> str:
+    """The only one."""
+    with pytest.raises(ConfigError) as refused:
+        check_ledger(run / "ledger.jsonl", resumed, checkpoint=Path("step-4"))
+    (found,) = refused.value.problems
+    return str(found)
 
-    def problems(self, tmp_path: Path, resumed: CheckpointedBuffer) -> list[str]:
-        try:
-            check_ledger(tmp_path / "ledger.jsonl", resumed, checkpoint=Path("step-4"))
-        except ConfigError as error:
-            return [str(one) for one in error.problems]
-        return []
 
-    def test_a_ledger_that_fits_is_no_problem(self, tmp_path: Path, last: CheckpointedBuffer) -> None:
-        assert self.problems(tmp_path, last) == []
-        with (tmp_path / "ledger.jsonl").open("ab") as file:
-            file.write(b'{"n":')
-        assert self.problems(tmp_path, last) == [], "a line that a crash has cut"
-        (tmp_path / "ledger.jsonl").unlink()
-        assert self.problems(tmp_path, last) == []
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_submitted": 4}, "number of submitted prompts: 4 in the checkpoint, 10 in"),
+        ({"next_group_id": 3}, "next group: 3 in the checkpoint, "),
+        ({"pending": (Submission(submission_id=1, task=make_task(1)),)}, "{1: 0} in the checkpoint, {} in"),
+        ({"trainer_version": 3}, "goes on from the checkpoint of step 3 in line"),
+    ],
+)
+def test_a_checkpoint_that_says_something_else_is_refused(
+    run: Path, last: CheckpointedBuffer, changes: dict[str, object], words: str
+) -> None:
+    wrong = dataclasses.replace(last, snapshot=dataclasses.replace(last.snapshot, **changes))
+    assert words in problem(run, wrong)
 
-    @pytest.mark.parametrize(
-        ("changes", "words"),
-        [
-            ({"num_submitted": 4}, "number of submitted prompts: 4 in the checkpoint, 10 in"),
-            ({"next_group_id": 3}, "next group: 3 in the checkpoint, "),
-            (
-                {"pending": (Submission(submission_id=1, task=make_task(1)),)},
-                "prompts that have not ended, with attempts: {1: 0} in the checkpoint, {} in",
-            ),
-            ({"trainer_version": 3}, "goes on from the checkpoint of step 3 in line"),
-        ],
+
+def test_a_ledger_of_another_run_is_refused(run: Path, last: CheckpointedBuffer) -> None:
+    wrong = dataclasses.replace(last.ledger, checksum=last.ledger.checksum ^ 1)
+    found = problem(run, dataclasses.replace(last, ledger=wrong))
+    assert f"{wrong.checksum:08x}, the ledger has {last.ledger.checksum:08x} there" in found
+    longer = LedgerPosition(num_lines=1000, checksum=0)
+    found = problem(run, dataclasses.replace(last, ledger=longer))
+    assert "line 1000 has the checksum 00000000, the ledger has " in found and " lines" in found
+
+
+def test_a_run_is_resumed_only_with_a_ledger_that_fits(run: Path, last: CheckpointedBuffer) -> None:
+    """By the checkpoint's folder and the run's, as ``--resume latest`` finds them."""
+    config = make_config("algorithm.groups_per_step=2", "max_steps=9", f"run_dir={run}")
+    folder = run / "checkpoints" / "step-00000004"
+    folder.mkdir(parents=True)
+    state = RunState(
+        step=4,
+        elapsed_s=0.0,
+        model=model_shape(FACTS),
+        config=config.model_dump(mode="json"),
+        problems="",
+        buffer=last.snapshot,
+        ledger=last.ledger,
     )
-    def test_a_checkpoint_that_says_something_else_is_refused(
-        self, tmp_path: Path, last: CheckpointedBuffer, changes: dict[str, object], words: str
-    ) -> None:
-        wrong = dataclasses.replace(last, snapshot=dataclasses.replace(last.snapshot, **changes))
-        found = self.problems(tmp_path, wrong)
-        assert len(found) == 1 and words in found[0], found
-
-    def test_a_ledger_of_another_run_is_refused(self, tmp_path: Path, last: CheckpointedBuffer) -> None:
-        wrong = LedgerPosition(num_lines=last.ledger.num_lines, checksum=last.ledger.checksum ^ 1)
-        (found,) = self.problems(tmp_path, dataclasses.replace(last, ledger=wrong))
-        assert f"{wrong.checksum:08x}, the ledger has {last.ledger.checksum:08x} there" in found
-        longer = LedgerPosition(num_lines=1000, checksum=0)
-        (found,) = self.problems(tmp_path, dataclasses.replace(last, ledger=longer))
-        assert "line 1000 has the checksum 00000000, the ledger has " in found and " lines" in found
-
-    def test_a_run_is_resumed_only_with_a_ledger_that_fits(
-        self, tmp_path: Path, last: CheckpointedBuffer
-    ) -> None:
-        """By the checkpoint's folder and the run's, as ``--resume latest`` finds them."""
-        config = make_config("algorithm.groups_per_step=2", "max_steps=9", f"run_dir={tmp_path}")
-        folder = tmp_path / "checkpoints" / "step-00000004"
-        folder.mkdir(parents=True)
-        state = RunState(
-            step=4,
-            elapsed_s=0.0,
-            model=model_shape(FACTS),
-            config=config.model_dump(mode="json"),
-            problems="",
-            buffer=last.snapshot,
-            ledger=last.ledger,
-        )
-        (folder / "run.json").write_bytes(state.encode())
-        file = tmp_path / "ledger.jsonl"
-        whole = file.read_bytes()
-        file.write_bytes(whole + b'{"n":')
-        resumed = find_checkpoint(config, FACTS, "latest")
-        assert resumed.state.checkpointed_buffer == last
-        file.write_bytes(whole.replace(b'"step":2', b'"step":3'))
-        with pytest.raises(ConfigError, match=r"the ledger contradicts itself: .* was altered"):
-            find_checkpoint(config, FACTS, "latest")
-        file.write_bytes(whole + b'{"n":')
-        tokens = tmp_path / "tokens.jsonl"
-        tokens.write_text('{"step": 4, "worst": []}\n{"step": 5, "worst": []}\n{"step"')
-        messages = open_files(config, resumed).messages
-        assert "2 lines of tokens.jsonl after step 4 moved to tokens.cut-1.jsonl" in messages
-        assert tokens.read_text() == '{"step": 4, "worst": []}\n'
-        assert "5 bytes of an unfinished last line of ledger.jsonl removed" in messages
-        assert file.read_bytes() == whole
-        file.unlink()
-        messages = open_files(config, find_checkpoint(config, FACTS, "latest")).messages
-        assert "ledger.jsonl is missing: a new one begins after step 4" in messages
-
-    def test_a_damaged_ledger_is_refused(self, tmp_path: Path, last: CheckpointedBuffer) -> None:
-        file = tmp_path / "ledger.jsonl"
-        lines = file.read_bytes().splitlines(keepends=True)
-        file.write_bytes(b"".join([*lines[:5], *lines[6:]]))
-        (found,) = self.problems(tmp_path, last)
-        assert "the ledger contradicts itself" in found and "line 6: has the number 7" in found
-        file.write_bytes(b"")
-        (found,) = self.problems(tmp_path, last)
-        assert "is empty" in found
+    (folder / "run.json").write_bytes(state.encode())
+    file = run / "ledger.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole + b'{"n":')
+    resumed = find_checkpoint(config, FACTS, "latest")
+    assert resumed.state.checkpointed_buffer == last
+    file.write_bytes(whole.replace(b'"step":2', b'"step":3'))
+    with pytest.raises(ConfigError, match=r"the ledger contradicts itself: .* was altered"):
+        find_checkpoint(config, FACTS, "latest")
+    file.write_bytes(b"")
+    with pytest.raises(ConfigError, match="is empty"):
+        find_checkpoint(config, FACTS, "latest")
+    file.write_bytes(whole + b'{"n":')
+    tokens = run / "tokens.jsonl"
+    tokens.write_text('{"step": 4, "worst": []}\n{"step": 5, "worst": []}\n{"step"')
+    messages = open_files(config, resumed).messages
+    assert "2 lines of tokens.jsonl after step 4 moved to tokens.cut-1.jsonl" in messages
+    assert tokens.read_text() == '{"step": 4, "worst": []}\n'
+    assert "5 bytes of an unfinished last line of ledger.jsonl removed" in messages
+    assert file.read_bytes() == whole
+    file.unlink()
+    messages = open_files(config, find_checkpoint(config, FACTS, "latest")).messages
+    assert "ledger.jsonl is missing: a new one begins after step 4" in messages

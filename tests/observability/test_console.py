@@ -2,12 +2,14 @@
 
 import fcntl
 import io
+import itertools
 import os
 import pty
 import re
 import struct
 import termios
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import example, given
@@ -94,31 +96,21 @@ def screen(text: str) -> list[str]:
 @given(
     max_steps=st.integers(1, 10**7),
     num_columns=st.integers(20, 200),
-    accuracy=st.none() | st.floats(0, 1),
     waited_for=st.text(st.characters(categories=["L", "N"]), max_size=200),
-    tokens_per_s=st.floats(0, 1e8),
-    reward=st.floats(-1e4, 1e4),
-    length=st.floats(0, 1e6),
-    loss=st.none() | st.floats(),
+    values=st.fixed_dictionaries(
+        {
+            "eval/accuracy": st.none() | st.floats(0, 1),
+            "throughput/train_tokens_per_s": st.floats(0, 1e8),
+            "reward/mean": st.floats(-1e4, 1e4),
+            "response/length_mean": st.floats(0, 1e6),
+            "loss": st.none() | st.floats(),
+        }
+    ),
 )
 def test_a_step_line_never_wraps(
-    max_steps: int,
-    num_columns: int,
-    accuracy: float | None,
-    waited_for: str,
-    tokens_per_s: float,
-    reward: float,
-    length: float,
-    loss: float | None,
+    max_steps: int, num_columns: int, waited_for: str, values: dict[str, float | None]
 ) -> None:
-    changed = {
-        "eval/accuracy": accuracy,
-        "throughput/train_tokens_per_s": tokens_per_s,
-        "reward/mean": reward,
-        "response/length_mean": length,
-        "loss": loss,
-    }
-    line = make_line(step=max_steps, waited_for=waited_for, **changed).format(max_steps, num_columns)
+    line = make_line(step=max_steps, waited_for=waited_for, **values).format(max_steps, num_columns)
     assert len(line) <= num_columns and "\n" not in line
     # At 20 columns the step itself may be all that there is.
     assert line.startswith("step ") and (num_columns < 60 or "reward" in line)
@@ -128,11 +120,10 @@ def test_eighty_columns_hold_what_is_worth_most() -> None:
     line = make_line(step=7).format(60)
     assert all(name in line for name in ("step  7/60", "reward", "eval 0.500", "tok/s", "mismatch", "age"))
     assert len(line) <= 80 and "batch" not in line and "…" not in line
-    wide, without_evaluation = (
-        make_line(step=7, **changed).format(60, MAX_COLUMNS) for changed in ({}, {"eval/accuracy": None})
-    )
-    assert wide.index("batch 1.2s") == without_evaluation.index("batch 1.2s"), "columns are aligned"
-    assert "eval" not in without_evaluation
+    wide = make_line(step=7).format(60, MAX_COLUMNS)
+    without = make_line(step=7, **{"eval/accuracy": None}).format(60, MAX_COLUMNS)
+    assert wide.index("batch 1.2s") == without.index("batch 1.2s"), "columns are aligned"
+    assert "eval" not in without
 
 
 def test_wide_lines_show_what_the_optimizer_does_and_narrow_ones_do_not() -> None:
@@ -196,22 +187,13 @@ def step(console: StepConsole) -> None:
 
 
 @pytest.mark.parametrize("ending", [None, KeyboardInterrupt, ValueError])
-def test_lines_scroll_above_board_and_bar_and_nothing_of_them_is_left(
-    ending: type[BaseException] | None,
-) -> None:
-    def show(console: StepConsole) -> None:
-        with console:
+def test_lines_scroll_above_board_and_bar_and_only_they_are_left(ending: type[BaseException] | None) -> None:
+    def act(console: StepConsole) -> None:
+        with nullcontext() if ending is None else pytest.raises(ending), console:
             step(console)
             console.alarm("generator 0 has died")
             if ending is not None:
                 raise ending
-
-    def act(console: StepConsole) -> None:
-        if ending is None:
-            show(console)
-        else:
-            with pytest.raises(ending):
-                show(console)
 
     text = shown(act, num_columns=120, num_lines=40)
     assert "2 healthy" in text and "7/60" in text and "ETA 0:" in text
@@ -222,11 +204,7 @@ def test_lines_scroll_above_board_and_bar_and_nothing_of_them_is_left(
 
 @pytest.mark.parametrize(("num_columns", "num_lines"), [(MIN_COLUMNS - 1, 40), (120, MIN_LINES - 1)])
 def test_a_small_terminal_has_the_bars_alone(num_columns: int, num_lines: int) -> None:
-    def show(console: StepConsole) -> None:
-        with console:
-            step(console)
-
-    text = shown(show, num_columns=num_columns, num_lines=num_lines)
+    text = shown(step, num_columns=num_columns, num_lines=num_lines)
     assert "healthy" not in text and "7/60" in text
 
 
@@ -267,15 +245,13 @@ def test_the_estimate_is_exact_where_times_are_constant(
         is_due = every is not None and (step % every == 0 or step == max_steps)
         return eval_s if is_due else 0.0
 
-    ends_s: list[float] = []
-    clock_s = 0.0 if first_step == 1 else 1234.5
-    for step in range(first_step, max_steps + 1):
-        clock_s += step_s + eval_s_of(step)
-        ends_s.append(clock_s)
+    steps = range(first_step, max_steps + 1)
+    begin_s = 0.0 if first_step == 1 else 1234.5
+    ends_s = list(itertools.accumulate((step_s + eval_s_of(step) for step in steps), initial=begin_s))[1:]
     remaining = RemainingTime(max_steps, every)
     if every is not None:
         remaining.add_evaluation(eval_s)
-    for step, end_s in zip(range(first_step, max_steps + 1), ends_s, strict=True):
+    for step, end_s in zip(steps, ends_s, strict=True):
         spent_s = eval_s_of(step)
         remaining.add(step, elapsed_s=end_s, step_s=step_s + spent_s, eval_s=spent_s)
         assert remaining.estimate_s() == pytest.approx(ends_s[-1] - end_s, abs=1e-6 * ends_s[-1])
@@ -284,20 +260,18 @@ def test_the_estimate_is_exact_where_times_are_constant(
 # --- the board ---
 
 
-def words(metrics: dict[str, float | int], **changed: float) -> dict[str, str]:
-    lines = progress_lines({**metrics, **changed}, max_steps=60, left_s=750.0, age_s=3.2)
+def words(**changed: float) -> dict[str, str]:
+    lines = progress_lines({**METRICS, **changed}, max_steps=60, left_s=750.0, age_s=3.2)
     return {line.label: line.words for line in lines}
 
 
 def test_the_board_says_how_the_run_is_doing() -> None:
-    said = words(METRICS)
+    said = words()
     assert said["step"].startswith("7 of 60") and said["step"].endswith("made 3 s ago   0:12:30 left")
     assert said["waits"].startswith("trainer 25% of the step for its batch")
-    bounds = {
-        key: words(METRICS, **{key: 1.0})["waits"].split("   ")[0]
-        for key in ("load/trainer_waits", "load/generators_wait")
-    }
-    assert [*bounds.values()] == ["sampling and scoring bound the run", "the trainer bounds the run"]
+    bounds = [words(**{f"load/{key}": 1.0})["waits"] for key in ("trainer_waits", "generators_wait")]
+    assert bounds[0].startswith("sampling and scoring bound the run   ")
+    assert bounds[1].startswith("the trainer bounds the run   ")
     assert said["generators"] == "2 healthy   1 starting", "what is 0 needs no room"
     assert said["faults"] == "2 noticed"
     assert said["memory"] == "trainer 1.2 GiB   generator gpu 60.0 GiB"
@@ -312,7 +286,7 @@ def test_what_is_wrong_is_an_alarm() -> None:
     assert alarms() == []
     assert alarms(**{"faults/detected_trainer": 1}) == ["faults 3 noticed   1 open"]
     assert alarms(**{"generator/num_healthy": 0}) == ["generators 0 healthy   1 starting"]
-    assert words(METRICS, **{"stall/num_found": 1})["faults"] == "2 noticed   1 times without progress"
+    assert words(**{"stall/num_found": 1})["faults"] == "2 noticed   1 times without progress"
 
 
 COUNTS = sorted(key for key in METRICS if key.startswith(("faults/", "stall/")))

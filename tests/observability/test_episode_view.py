@@ -13,53 +13,34 @@ from rich.cells import cell_len
 from apps.show import shown
 from forgeasync.observability import NoEpisodes, episode_lines, table, visible
 
-RECORD = {
+TOOL_CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "add 2 and 2"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "a tool",
+        "tool_calls": [TOOL_CALL],
+        "first_version": 3,
+        "version": 4,
+        "num_tokens": 12,
+        "finish_reason": "stop",
+    },
+    {"role": "tool", "name": "add", "content": "4"},
+    {"role": "assistant", "content": "four\x1b[2J\x1b]52;c;aGk=\x07", "version": 4, "num_tokens": 2},
+]
+SCORE = {"value": 0.5, "is_correct": True, "parts": {"tests": 0.5}}
+AGENT: dict[str, Any] = {"name": "agent", "score": SCORE, "num_turns": 2, "branches": [MESSAGES]}
+LOST = {"ending": "infrastructure", "problem": "worker 3 is gone"}
+RECORD: dict[str, Any] = {
     "task_id": "t7",
     "ending": "completed",
     "problem": None,
     "artifacts": ["artifacts/3-1-1/patch.diff"],
-    "agents": [
-        {
-            "name": "agent",
-            "score": {"value": 0.5, "is_correct": True, "parts": {"tests": 0.5}},
-            "num_turns": 2,
-            "branches": [
-                [
-                    {"role": "user", "content": "add 2 and 2"},
-                    {
-                        "role": "assistant",
-                        "content": "",
-                        "reasoning_content": "a tool",
-                        "tool_calls": [
-                            {
-                                "id": "c",
-                                "type": "function",
-                                "function": {"name": "add", "arguments": {"a": 2}},
-                            }
-                        ],
-                        "first_version": 3,
-                        "version": 4,
-                        "num_tokens": 12,
-                        "finish_reason": "stop",
-                    },
-                    {"role": "tool", "name": "add", "content": "4"},
-                    {
-                        "role": "assistant",
-                        "content": "four\x1b[2J\x1b]52;c;aGk=\x07",
-                        "version": 4,
-                        "num_tokens": 2,
-                    },
-                ]
-            ],
-        }
-    ],
+    "agents": [AGENT],
     "num_cut_bytes": 1200,
-    "attempts": [
-        {"ending": "infrastructure", "problem": "worker 3 is gone"},
-        {"ending": "completed", "problem": None},
-    ],
+    "attempts": [LOST, {"ending": "completed", "problem": None}],
 }
-
 ROLLOUT: dict[str, Any] = {
     "step": 5,
     "group_id": 3,
@@ -78,7 +59,6 @@ ROLLOUT: dict[str, Any] = {
     "finish_reason": "stop",
     "episode_record": RECORD,
 }
-
 EVALUATED: dict[str, Any] = {
     "set": "held_out",
     "problem": 2,
@@ -96,10 +76,14 @@ EVALUATED: dict[str, Any] = {
 }
 
 
-def write(folder: Path, name: str, *episodes: dict[str, Any]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text("".join(json.dumps(one) + "\n" for one in episodes))
-    return folder
+def told(*agents: dict[str, Any], width: int = 80, **changed: object) -> list[str]:
+    """The lines about an episode with these agents and another record otherwise."""
+    record = {**RECORD, "agents": agents or [AGENT]}
+    return episode_lines({**ROLLOUT, "episode_record": record, **changed}, width=width)
+
+
+def write(run: Path, *episodes: dict[str, Any]) -> None:
+    (run / "rollouts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in episodes))
 
 
 def test_the_table_has_a_line_for_each(tmp_path: Path) -> None:
@@ -107,12 +91,12 @@ def test_the_table_has_a_line_for_each(tmp_path: Path) -> None:
     assert heading.split() == ["number", "where", "task", "ending", "reward", "correct", "turns", "versions"]
     assert first.split() == "0 step 5 group 3 episode 1 t7 completed 0.5 yes 2 3-4".split()
     assert second.split() == "1 held_out problem 2 sample 1 t9 timeout (unscored) - - 3 0".split()
-    run = write(tmp_path / "run", "rollouts.jsonl", ROLLOUT, {**ROLLOUT, "episode_record": None})
-    assert shown(run, None, as_json=False)[2].split()[-5:] == ["stop", "0.5", "yes", "1", "3-4"]
+    write(tmp_path, ROLLOUT, {**ROLLOUT, "episode_record": None})
+    assert shown(tmp_path, None, as_json=False)[2].split()[-5:] == ["stop", "0.5", "yes", "1", "3-4"]
 
 
 def test_one_episode_is_told_whole() -> None:
-    text = "\n".join(episode_lines(ROLLOUT, width=80))
+    text = "\n".join(told())
     for words in (
         "step 5 group 3 episode 1",
         "--- assistant, versions 3 to 4, 12 tokens, ended by stop ---",
@@ -135,12 +119,8 @@ def test_one_episode_is_told_whole() -> None:
 def test_what_is_empty_takes_no_line() -> None:
     """A task without an answer, and a turn that only calls a tool; a turn without anything has its line."""
     call = {"function": {"name": "submit", "arguments": {}}}
-    messages = [
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "assistant", "content": ""},
-    ]
-    record = {**RECORD, "agents": [{**RECORD["agents"][0], "branches": [messages]}]}
-    lines = episode_lines({**ROLLOUT, "answer": "", "episode_record": record}, width=80)
+    silent = {"role": "assistant", "content": ""}
+    lines = told({**AGENT, "branches": [[silent | {"tool_calls": [call]}, silent]]}, answer="")
     assert not any(line.startswith("answer") for line in lines)
     first, second = (number for number, line in enumerate(lines) if line.startswith("--- assistant"))
     assert lines[first + 1] == "calls submit({})" and lines[second + 1 : second + 3] == ["", ""]
@@ -148,32 +128,25 @@ def test_what_is_empty_takes_no_line() -> None:
 
 def test_many_parts_of_a_score_fit_the_width() -> None:
     parts = {f"part_{number}": 1.0 for number in range(20)}
-    lines = episode_lines({**ROLLOUT, "parts": parts}, width=60)
+    lines = told(width=60, parts=parts)
     assert max(map(len, lines)) <= 60 and "part_19 1" in " ".join(lines)
 
 
 def test_agents_and_branches_are_told_apart() -> None:
-    agent = RECORD["agents"][0]
-    judge = {**agent, "name": "judge", "score": None, "branches": agent["branches"] * 2}
-    text = "\n".join(
-        episode_lines({**ROLLOUT, "episode_record": {**RECORD, "agents": [agent, judge]}}, width=80)
-    )
+    judge = {**AGENT, "name": "judge", "score": None, "branches": [MESSAGES] * 2}
+    text = "\n".join(told(AGENT, judge))
     assert "=== agent agent ===" in text and "=== agent judge, branch 2 of 2 ===" in text
     assert "score of judge: none" in text and "score of agent: 0.5, correct, tests 0.5" in text
-    assert "agent 0" in table([{**ROLLOUT, "episode_record": {**RECORD, "agents": [agent, judge]}}])[1]
+    assert "agent 0" in table([{**ROLLOUT, "episode_record": {**RECORD, "agents": [AGENT, judge]}}])[1]
 
 
 @given(st.text(alphabet=st.characters(), max_size=200), st.integers(40, 120))
 def test_no_text_drives_a_terminal(text: str, width: int) -> None:
     """Wherever it stands; and nothing visible is lost."""
+    message = {"role": "user", "name": text, "content": text, "reasoning_content": text}
     record = {
         **RECORD,
-        "agents": [
-            {
-                **RECORD["agents"][0],
-                "branches": [[{"role": "user", "name": text, "content": text, "reasoning_content": text}]],
-            }
-        ],
+        "agents": [{**AGENT, "branches": [[message]]}],
         "problem": text,
         "artifacts": [text],
         "attempts": [{"ending": "completed", "problem": text}],
@@ -193,11 +166,14 @@ def test_lines_fit_the_width(text: str) -> None:
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", "rollouts.jsonl", ROLLOUT)
-    with (run / "rollouts.jsonl").open("a") as file:
+    write(tmp_path)
+    (line,) = shown(tmp_path, None, as_json=False)
+    assert line.endswith("has no episode yet")
+    write(tmp_path, ROLLOUT)
+    with (tmp_path / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 6, "gro')
-    assert len(shown(run, None, as_json=False)) == 2
-    (line,) = shown(run, -1, as_json=True)
+    assert len(shown(tmp_path, None, as_json=False)) == 2
+    (line,) = shown(tmp_path, -1, as_json=True)
     assert json.loads(line) == ROLLOUT and "\x1b" not in line
 
 
@@ -220,9 +196,3 @@ def test_what_cannot_be_shown_is_said(
         shown(tmp_path, number, as_json=False)
     with pytest.raises(NoEpisodes, match="is no folder"):
         shown(tmp_path / "nothing", None, as_json=False)
-
-
-def test_a_run_that_has_just_begun_has_none(tmp_path: Path) -> None:
-    (tmp_path / "rollouts.jsonl").touch()
-    (line,) = shown(tmp_path, None, as_json=False)
-    assert line.endswith("has no episode yet")

@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.observability import (
-    ProblemScores,
-    mean_score,
-    pass_at_k,
-    proportion,
-    summarize,
-)
+from forgeasync.observability import ProblemScores, mean_score, pass_at_k, proportion, summarize
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
@@ -32,8 +26,7 @@ def test_pass_at_k_of_many_samples_is_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_solved", "low", "high"),
-    [(0, 0.0, 0.2775), (3, 0.1078, 0.6032), (10, 0.7225, 1.0)],
+    ("num_solved", "low", "high"), [(0, 0.0, 0.2775), (3, 0.1078, 0.6032), (10, 0.7225, 1.0)]
 )
 def test_with_one_sample_it_is_wilsons_interval(num_solved: int, low: float, high: float) -> None:
     """Of ten problems; the figures are those of R's binom::binom.confint(method = "wilson")."""
@@ -89,11 +82,7 @@ def test_what_was_not_scored_counts_for_nothing() -> None:
     assert summary.accuracy.value == pytest.approx((0.25 + 0.5) / 2)
     assert summary.score.value == pytest.approx((0.5 + 2.0) / 2)
     found = {k: (one.value, one.num_problems) for k, one in summary.pass_at.items()}
-    assert found == {
-        1: (pytest.approx(0.375), 2),
-        2: (pytest.approx((0.5 + 1.0) / 2), 2),
-        4: (1.0, 1),
-    }
+    assert found == {1: (pytest.approx(0.375), 2), 2: (pytest.approx((0.5 + 1.0) / 2), 2), 4: (1.0, 1)}
     assert summary.record["pass_at"]["4"]["num_problems"] == 1
     nothing = summarize([ProblemScores(num_correct=0, values=())] * 2, num_samples=2)
     assert nothing.accuracy is None and nothing.pass_at == {} and nothing.num_unscored == 4

@@ -3,11 +3,11 @@
 import errno
 import itertools
 import math
-import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -47,24 +47,13 @@ from tests.support.disks import Disk, install
 
 
 STATES = st.sampled_from(ORDER)
-
-
 MOMENTS = st.floats(min_value=0.0, max_value=2e9).map(lambda value: round(value, 6))
-
-
 WORDS = st.text(max_size=20)
-
-
+FACTS = st.dictionaries(WORDS, WORDS | st.integers(-(1 << 60), 1 << 60), max_size=3)
 LINES = st.one_of(
     st.builds(Opened, at_s=MOMENTS, proc=WORDS, pid=st.integers(1, 1 << 30), host=WORDS, state=STATES),
     st.builds(Changed, at_s=MOMENTS, state=STATES),
-    st.builds(
-        Span,
-        begin_s=MOMENTS,
-        took_s=MOMENTS,
-        name=WORDS,
-        facts=st.dictionaries(WORDS, st.one_of(WORDS, st.integers(-(1 << 60), 1 << 60)), max_size=3),
-    ),
+    st.builds(Span, begin_s=MOMENTS, took_s=MOMENTS, name=WORDS, facts=FACTS),
     st.builds(Alive, at_s=MOMENTS, num_lost=st.integers(0, 1 << 40)),
 )
 
@@ -107,9 +96,7 @@ def test_other_lines_are_refused_with_their_reason(data: bytes, words: str) -> N
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 3 * SHORTEST_S), STATES, st.booleans(), st.booleans()), max_size=80))
-def test_only_states_that_are_too_short_are_left_out(
-    events: list[tuple[float, State, bool, bool]],
-) -> None:
+def test_only_states_that_are_too_short_are_left_out(events: list[tuple[float, State, bool, bool]]) -> None:
     pending, now_s = Pending(State.STARTING, max_lines=1000), 100.0
     true: list[tuple[float, State]] = [(0.0, State.STARTING)]
     written: list[Line] = []
@@ -141,10 +128,9 @@ def test_only_states_that_are_too_short_are_left_out(
 
 def test_a_state_that_is_too_short_counts_as_the_one_after_it() -> None:
     pending = Pending(State.STARTING, max_lines=10)
-    pending.change(1.0, State.COMPUTING)
-    pending.change(1.0 + SHORTEST_S / 2, State.FETCHING)
-    pending.change(2.0, State.COMPUTING)
-    pending.change(2.0 + SHORTEST_S / 2, State.FETCHING)
+    for at_s in (1.0, 2.0):
+        pending.change(at_s, State.COMPUTING)
+        pending.change(at_s + SHORTEST_S / 2, State.FETCHING)
     assert pending.take(3.0, says_lived=True) == [Changed(at_s=1.0, state=State.FETCHING)]
 
 
@@ -166,18 +152,21 @@ def test_what_is_too_much_is_counted_and_the_newest_state_is_said() -> None:
 IDLE, BUSY = State.WAITING_FOR_BATCH, State.COMPUTING
 
 
-def lane_of(*lines: Line, proc: str = "trainer-0", begin_s: float = 10.0) -> Lane:
-    lane = Lane()
+def lane_of(*lines: Line, proc: str = "generator-0", begin_s: float = 10.0) -> Lane:
     opened = Opened(at_s=begin_s, proc=proc, pid=7, host="here", state=State.STARTING)
-    for line in (opened, *lines):
-        lane.add(encode(line)[:-1])
+    return lane_from(*(encode(line)[:-1] for line in (opened, *lines)))
+
+
+def lane_from(*lines: bytes) -> Lane:
+    lane = Lane()
+    for line in lines:
+        lane.add(line)
     return lane
 
 
 def test_seconds_by_state_between_edges() -> None:
-    lane = lane_of(
-        Changed(at_s=12.0, state=BUSY), Changed(at_s=13.0, state=IDLE), Alive(at_s=20.0, num_lost=0)
-    )
+    changes = (Changed(at_s=12.0, state=BUSY), Changed(at_s=13.0, state=IDLE))
+    lane = lane_of(*changes, Alive(at_s=20.0, num_lost=0))
     seconds = lane.seconds_N(np.array([0.0, 11.0, 12.5, 30.0]))
     rows = {state: seconds[ORDER.index(state)].tolist() for state in (State.STARTING, BUSY, IDLE)}
     assert rows == {State.STARTING: [1.0, 1.0, 0.0], BUSY: [0.0, 0.5, 0.5], IDLE: [0.0, 0.0, 7.0]}
@@ -188,9 +177,7 @@ def test_seconds_by_state_between_edges() -> None:
     st.lists(st.tuples(st.floats(0.001, 5.0), st.sampled_from(ORDER)), min_size=1, max_size=30),
     st.lists(st.floats(0.0, 200.0), min_size=2, max_size=20, unique=True),
 )
-def test_each_second_lies_in_exactly_one_state(
-    changes: list[tuple[float, State]], edges: list[float]
-) -> None:
+def test_each_second_lies_in_one_state(changes: list[tuple[float, State]], edges: list[float]) -> None:
     now_s, lines = 10.0, []
     for passed_s, state in changes:
         now_s += passed_s
@@ -204,13 +191,9 @@ def test_each_second_lies_in_exactly_one_state(
 
 
 def test_processes_that_follow_each_other_are_one_lane_with_a_gap() -> None:
-    first = lane_of(Changed(at_s=11.0, state=BUSY), Alive(at_s=14.0, num_lost=2), proc="generator-0")
-    second = lane_of(
-        Changed(at_s=21.0, state=IDLE), Alive(at_s=24.0, num_lost=0), proc="generator-0", begin_s=20.0
-    )
-    other = lane_of(proc="generator-10")
-    loop = lane_of(proc="controller")
-    lanes = named_lanes([second, other, first, loop])
+    first = lane_of(Changed(at_s=11.0, state=BUSY), Alive(at_s=14.0, num_lost=2))
+    second = lane_of(Changed(at_s=21.0, state=IDLE), Alive(at_s=24.0, num_lost=0), begin_s=20.0)
+    lanes = named_lanes([second, lane_of(proc="generator-10"), first, lane_of(proc="controller")])
     assert list(lanes) == ["controller", "generator-0", "generator-10"]
     assert lanes["generator-0"] == [first, second]
     states = states_between([first, second], np.arange(10.0, 25.0)).tolist()
@@ -228,13 +211,9 @@ def test_damage_is_counted_and_the_rest_is_read() -> None:
     assert lane.num_damaged == 1 and lane.first_damage is not None and "no line" in lane.first_damage
     assert lane.state is BUSY and lane.end_s == 13.5
     assert [(one.name, one.facts) for one in lane.spans] == [("train", {"version": 3})]
-
-
-def test_a_file_without_its_first_line_is_no_lane() -> None:
-    lane = Lane()
-    lane.add(encode(Changed(at_s=1.0, state=BUSY))[:-1])
-    assert lane.opened is None and lane.num_damaged == 1
-    assert named_lanes([lane]) == {}
+    headless = lane_from(encode(Changed(at_s=1.0, state=BUSY))[:-1])
+    assert headless.opened is None and headless.num_damaged == 1
+    assert named_lanes([headless]) == {}, "a file without its first line is no lane"
 
 
 # --- processes ---
@@ -242,9 +221,7 @@ def test_a_file_without_its_first_line_is_no_lane() -> None:
 
 def lane_in(folder: Path) -> Lane:
     (file,) = folder.glob("*.trace.jsonl")
-    lane = Lane()
-    for line in file.read_bytes().splitlines():
-        lane.add(line)
+    lane = lane_from(*file.read_bytes().splitlines())
     assert lane.num_damaged == 0
     return lane
 
@@ -259,9 +236,8 @@ def test_states_and_spans_reach_the_file(tmp_path: Path, monkeypatch: pytest.Mon
         raise KeyError
     close_trace()
     lane = lane_in(tmp_path / "logs")
-    assert [state for state, _, _ in lane.stretches()] == [
-        *(State.STARTING, IDLE, BUSY, IDLE, State.SWAPPING, IDLE)
-    ]
+    states = [State.STARTING, IDLE, BUSY, IDLE, State.SWAPPING, IDLE]
+    assert [state for state, _, _ in lane.stretches()] == states
     assert [(one.name, dict(one.facts)) for one in lane.spans] == [("score", {"group": 5}), ("fails", {})]
     (computed_s,) = (end - begin for state, begin, end in lane.stretches() if state is BUSY)
     assert computed_s >= lane.spans[0].took_s - 1e-5
@@ -272,37 +248,27 @@ def test_threads_share_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     open_trace(tmp_path, "scorer-0", idle=IDLE)
     started()
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(200):
             with doing(BUSY), span("x"):
                 pass
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     close_trace()
     lane = lane_in(tmp_path)
     assert len(lane.spans) == 800 and lane.num_lost == 0
     assert lane.state is IDLE
 
 
-def test_nothing_is_recorded_without_a_trace(tmp_path: Path) -> None:
-    close_trace()
-    with doing(State.COMPUTING), span("x"):
-        started()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_made_costs_the_trace_only(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_without_its_folder_a_process_has_no_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A process without a trace records nothing."""
     (tmp_path / "logs").write_text("a file")
     open_trace(tmp_path / "logs", "buffer-0", idle=IDLE)
     assert "buffer-0 has no trace" in capfd.readouterr().err
-    with doing(State.COMPUTING):
-        pass
+    with doing(State.COMPUTING), span("x"):
+        started()
+    assert [one.name for one in tmp_path.iterdir()] == ["logs"]
 
 
 def test_what_a_full_disk_refuses_comes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,13 +285,13 @@ def test_what_a_full_disk_refuses_comes_later(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(process_trace, "WRITE_EVERY_S", 0.01)
     open_trace(tmp_path, "buffer-0", idle=IDLE)
     disk.room = 0
-    with span("while the disk is full"):
+    with span("kept"):
         pass
     has_refused.wait()
-    assert b"while the disk is full" not in next(tmp_path.iterdir()).read_bytes()
+    assert b"kept" not in next(tmp_path.iterdir()).read_bytes()
     disk.room = 1 << 20
     close_trace()
-    assert [one.name for one in lane_in(tmp_path).spans] == ["while the disk is full"]
+    assert [one.name for one in lane_in(tmp_path).spans] == ["kept"]
 
 
 def test_a_disk_that_refuses_for_good_ends_the_trace(
@@ -356,7 +322,7 @@ with doing(State.COMPUTING):
     assert child.stdout is not None and child.stdout.readline() == b"half\n"
     while b"computing" not in next(tmp_path.iterdir()).read_bytes():
         time.sleep(0.01)
-    child.send_signal(signal.SIGKILL)
+    child.kill()
     child.wait()
     child.stdout.close()
     lane = lane_in(tmp_path)

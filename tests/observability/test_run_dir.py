@@ -19,24 +19,16 @@ def test_run_dir_holds_the_config_and_every_promised_place(tmp_path: Path) -> No
     assert run_dir.path == tmp_path / "a" / "b"
     assert run_dir.config.read_text() == "name: sums\n"
     assert run_dir.metrics.read_text() == run_dir.rollouts.read_text() == ""
-    assert {entry.name for entry in run_dir.path.iterdir() if entry.is_dir()} == {
-        "checkpoints",
-        "logs",
-        "tensorboard",
-    }
+    folders = {entry.name for entry in run_dir.path.iterdir() if entry.is_dir()}
+    assert folders == {"checkpoints", "logs", "tensorboard"}
 
 
-def test_run_dir_is_named_after_the_run_and_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_dir_is_named_after_run_and_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert RunDir.create(make_config(), "", NOW).path == Path("runs/sums-20300102-030405")
-
-
-def test_run_dir_refuses_a_folder_with_a_run_and_leaves_it_alone(tmp_path: Path) -> None:
-    first = RunDir.create(make_config(tmp_path), "first", NOW)
+    first = RunDir.create(make_config(), "first", NOW)
+    assert first.path == Path("runs/sums-20300102-030405")
     with pytest.raises(ConfigError, match="run_dir"):
-        RunDir.create(make_config(tmp_path), "second", NOW)
+        RunDir.create(make_config(), "second", NOW)
     assert first.config.read_text() == "first"
 
 
@@ -62,8 +54,7 @@ def test_folders_that_are_not_writable_are_refused() -> None:
     # Nobody may write there, not even root.
     assert "/proc/1, where it would be made, is not writable" in refusals(Path("/proc/1/run"))[0]
     assert "it is not writable" in refusals(Path("/proc/1"))[0]
-    problem = next(check_folder("checkpoint.folder", Path("/proc/1/x")))
-    assert problem.field == "checkpoint.folder"
+    assert next(check_folder("checkpoint.folder", Path("/proc/1/x"))).field == "checkpoint.folder"
 
 
 @pytest.mark.parametrize(
@@ -96,17 +87,17 @@ def test_only_what_trained_keeps_the_next_start_out(tmp_path: Path, lines: str, 
     first.metrics.write_text(lines)
     first.log("trainer").write_text("why it failed")
     first.ledger.write_text("of the first")
-    assert bool(refusals(tmp_path)) == has_trained
     if has_trained:
         assert "already holds a run" in refusals(tmp_path)[0]
         assert refusals(tmp_path, is_resumed=True) == []
         assert first.put_start_aside() == []
         return
-    moved = first.put_start_aside()
-    assert set(moved) == {
-        "metrics.cut-1.jsonl", "rollouts.cut-1.jsonl", "ledger.cut-1.jsonl", "config.cut-1.yaml",
-        "logs.cut-1", "tensorboard.cut-1",
-    }  # fmt: skip
+    assert refusals(tmp_path) == []
+    (first.checkpoints / "final").mkdir()
+    assert "already holds a run" in refusals(tmp_path)[0], "a checkpoint keeps it out too"
+    (first.checkpoints / "final").rmdir()
+    moved = "metrics.jsonl rollouts.jsonl ledger.jsonl config.yaml logs tensorboard".split()
+    assert {name.replace(".cut-1", "") for name in first.put_start_aside()} == set(moved)
     second = RunDir.create(make_config(tmp_path), "second", NOW)
     assert second.config.read_text() == "second" and second.metrics.read_text() == ""
     assert (tmp_path / "config.cut-1.yaml").read_text() == "first"
@@ -118,12 +109,6 @@ def test_a_ledger_alone_makes_room_too(tmp_path: Path) -> None:
     first = RunDir(path=tmp_path)
     first.ledger.write_text("of the first")
     assert first.put_start_aside() == ["ledger.cut-1.jsonl"] and not first.ledger.exists()
-
-
-def test_a_checkpoint_keeps_the_next_start_out(tmp_path: Path) -> None:
-    run_dir = RunDir.create(make_config(tmp_path), "", NOW)
-    (run_dir.checkpoints / "final").mkdir()
-    assert "already holds a run" in refusals(tmp_path)[0]
 
 
 HOLD = """

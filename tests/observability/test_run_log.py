@@ -4,19 +4,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+BEGIN = """
+import logging, os, subprocess, sys, warnings
+from pathlib import Path
+from forgeasync import observability
+log = Path(sys.argv[1])
+"""
 
-def run_python(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+
+def run_python(code: str, log: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", BEGIN + code, str(log)]
     return subprocess.run(command, capture_output=True, text=True, check=True)
 
 
 def test_redirected_process_prints_nothing_to_its_parent(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "actor.log"
     code = """
-import os, subprocess, sys
-from pathlib import Path
-from forgeasync.observability import redirect_process_output
-redirect_process_output(Path(sys.argv[1]))
+observability.redirect_process_output(log)
 print("from python")
 sys.stderr.write("from stderr\\n")
 os.write(1, b"from native code\\n")
@@ -33,10 +37,7 @@ os._exit(0)  # without a flush at exit: lines have to be out already
 def test_native_output_of_the_controller_goes_to_a_file(tmp_path: Path) -> None:
     log = tmp_path / "controller.log"
     code = """
-import os, sys
-from pathlib import Path
-from forgeasync.observability import separate_native_output
-separate_native_output(Path(sys.argv[1]))
+observability.separate_native_output(log)
 print("for people")
 sys.stderr.write("an error\\n")
 os.write(1, b"native\\n")
@@ -50,15 +51,12 @@ os.write(2, b"noise\\n")
 def test_controller_logging_leaves_the_terminal_to_the_console(tmp_path: Path) -> None:
     log = tmp_path / "controller.log"
     code = """
-import logging, sys, warnings
-from pathlib import Path
-from forgeasync.observability import configure_controller_logging
 logging.basicConfig()
 noisy = logging.getLogger("vllm.engine")
 noisy.addHandler(logging.StreamHandler())
 noisy.propagate = False
-configure_controller_logging(Path(sys.argv[1]))
-configure_controller_logging(Path(sys.argv[1]))
+for _ in range(2):
+    observability.configure_controller_logging(log)
 noisy.warning("noise")
 logging.getLogger("forgeasync").info("ours")
 warnings.warn("careful")

@@ -10,26 +10,20 @@ from pathlib import Path
 import pytest
 
 from forgeasync.config import LoggingSection, WandbMode, WandbSection
+from forgeasync.files import read_json_lines
 from forgeasync.observability import MetricsWriter, WandbLog, check_wandb, wandb_log
 from forgeasync.processes import is_running
 from tests.support.step_records import make_step
 
 OFFLINE = WandbSection(project="tests", mode=WandbMode.OFFLINE)
-LONG_S = 3600.0
+
+
+CONFIG = {"seed": 3, "model": {"path": "here"}}
 
 
 def start(folder: Path, said: list[str], section: WandbSection = OFFLINE) -> WandbLog:
-    return WandbLog(
-        section,
-        folder / "wandb",
-        log_file=folder / "wandb.log",
-        name="a-run",
-        config={"seed": 3, "model": {"path": "here"}},
-        say=said.append,
-    )
-
-
-BLOCK = 32768
+    files = (folder / "wandb", folder / "wandb.log")
+    return WandbLog(section, files[0], log_file=files[1], name="a-run", config=CONFIG, say=said.append)
 
 
 def records(data: bytes) -> Iterator[bytes]:
@@ -37,8 +31,9 @@ def records(data: bytes) -> Iterator[bytes]:
     assert data.startswith(b":W&B")
     place, record = 7, b""
     while place + 7 <= len(data):
-        if BLOCK - place % BLOCK < 7:
-            place += BLOCK - place % BLOCK
+        left_of_block = -place % 32768
+        if 0 < left_of_block < 7:
+            place += left_of_block
             continue
         length, kind = struct.unpack_from("<HB", data, place + 4)
         record += data[place + 7 : place + 7 + length]
@@ -55,20 +50,20 @@ def recorded(folder: Path) -> tuple[list[dict[str, float]], dict[str, object]]:
     (file,) = folder.glob("wandb/wandb/offline-run-*/run-*.wandb")
     history: list[dict[str, float]] = []
     config: dict[str, object] = {}
-    for data in records(file.read_bytes()):
-        record = Record.FromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-            history.append({key: json.loads(value) for key, value in items.items()})
-        elif record.WhichOneof("record_type") == "run":
-            config |= {one.key: json.loads(one.value_json) for one in record.run.config.update}
+    for record in map(Record.FromString, records(file.read_bytes())):
+        items = record.history.item
+        if items:
+            history.append({one.key or "/".join(one.nested_key): json.loads(one.value_json) for one in items})
+        config |= {one.key: json.loads(one.value_json) for one in record.run.config.update}
     return history, config
 
 
-def test_every_line_is_in_the_files_of_an_offline_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wandb_log, "END_S", LONG_S)
+@pytest.fixture(autouse=True)
+def waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb_log, "END_S", 3600.0)
+
+
+def test_every_line_is_in_the_files_of_an_offline_run(tmp_path: Path) -> None:
     said: list[str] = []
     wandb = start(tmp_path, said)
     with MetricsWriter(tmp_path / "m.jsonl", tensorboard_dir=None, wandb=wandb) as writer:
@@ -77,12 +72,11 @@ def test_every_line_is_in_the_files_of_an_offline_run(
         # Made again after a resumption: W&B would refuse a step that is older than its newest.
         writer.write(make_step(step=2, accuracy=0.5).to_dict())
     assert said == [] and wandb.num_errors == 0
-    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     history, config = recorded(tmp_path)
     assert [line["step"] for line in history] == [1, 2, 3, 2]
-    for line, kept in zip(lines, history, strict=True):
+    for line, kept in zip(read_json_lines(tmp_path / "m.jsonl"), history, strict=True):
         assert line == {key: kept[key] for key in line}
-    assert config["seed"] == 3 and config["model"] == {"path": "here"}
+    assert {key: config[key] for key in CONFIG} == CONFIG
     assert (tmp_path / "wandb/id").read_text().strip()
 
 
@@ -128,38 +122,35 @@ def test_one_that_hangs_costs_its_lines_alone(tmp_path: Path, monkeypatch: pytes
         (words,) = said
         assert words.startswith("W&B: does not take lines any more; the run goes on")
     assert wandb.num_errors == 21, "all but the first"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_json_lines(path)
     assert [line["step"] for line in lines] == list(range(1, 23))
     assert (lines[0]["metrics/num_wandb_errors"], lines[-1]["metrics/num_wandb_errors"]) == (0, 10)
     assert len(said) == 1, "said once"
     assert not is_running(int(pid.read_text()))
 
 
-def test_one_that_dies_costs_its_lines_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_log, "END_S", LONG_S)
+@pytest.mark.parametrize(
+    ("what", "end_s", "words"),
+    [
+        ("os._exit(3)", 3600.0, "has ended with exit code 3; the run goes on"),
+        ("time.sleep(3600)", 0.1, "has not ended within 0.1 s; `wandb sync` sends what is in {folder}"),
+    ],
+)
+def test_one_that_dies_or_does_not_end_costs_its_lines_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, end_s: float, words: str
+) -> None:
+    monkeypatch.setattr(wandb_log, "END_S", end_s)
     said: list[str] = []
-    wandb = start_fake(tmp_path, monkeypatch, said, "os._exit(3)")
-    for step in (1, 2, 3, 4):
+    wandb = start_fake(tmp_path, monkeypatch, said, what)
+    for step in (2, 3, 4):
         wandb.add({"step": step})
     wandb.close()
-    (words,) = said
-    assert words.startswith("W&B: has ended with exit code 3; the run goes on")
+    (found,) = said
+    assert found.startswith("W&B: ") and words.format(folder=tmp_path / "wandb") in found
     assert wandb.num_errors == 3
 
 
-def test_one_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_log, "END_S", 0.1)
-    said: list[str] = []
-    wandb = start_fake(tmp_path, monkeypatch, said, "time.sleep(3600)")
-    wandb.add({"step": 2})
-    wandb.close()
-    (words,) = said
-    assert f"has not ended within 0.1 s; `wandb sync` sends what is in {tmp_path / 'wandb'}" in words
-    assert wandb.num_errors == 1
-
-
-def test_why_it_cannot_begin_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_log, "END_S", LONG_S)
+def test_why_it_cannot_begin_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     wandb = start(tmp_path, said, WandbSection(project="no/such", mode=WandbMode.OFFLINE))
     wandb.add({"step": 1})

@@ -1,8 +1,9 @@
 """The log of tokens in flight: what is read is the beginning of what was written, wherever it was cut."""
 
+import dataclasses
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +36,12 @@ from forgeasync.rollouts import (
 )
 
 NUM_LAYERS, TOP_K = 2, 3
+
+
+def make_ended(key: int, num_tokens: int) -> EndedTurn:
+    return EndedTurn(
+        key=key, num_tokens=num_tokens, finish_reason=FinishReason.STOP, has_end_token=False, stop_text="x"
+    )
 
 
 def make_begun(key: int, *, group_id: int = 0, index: int = 0, num_given: int = 2) -> BegunTurn:
@@ -77,45 +84,43 @@ def make_batch(
     )
 
 
-@st.composite
-def records(draw: st.DrawFn) -> InFlightRecord:
-    key = draw(st.integers(0, 2**40))
-    match draw(st.integers(0, 3)):
-        case 0:
-            return make_begun(key, group_id=draw(st.integers(-3, 2**40)), num_given=draw(st.integers(0, 9)))
-        case 1:
-            rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-            return make_batch(
-                rng,
-                draw(st.lists(st.integers(0, 2**40), min_size=1, max_size=5)),
-                routing=draw(st.booleans()),
-                kept=draw(st.booleans()),
-                expert_type=draw(st.sampled_from([np.uint8, np.uint16])),
-            )
-        case 2:
-            return EndedTurn(
-                key=key,
-                num_tokens=draw(st.integers(1, 2**40)),
-                finish_reason=draw(st.sampled_from(FinishReason)),
-                has_end_token=draw(st.booleans()),
-                stop_text=draw(st.none() | st.text(max_size=5)),
-            )
-        case _:
-            return ForgottenTurns(keys=tuple(draw(st.lists(st.integers(0, 2**40), max_size=4))))
+KEYS = st.integers(0, 2**40)
+RECORDS = st.one_of(
+    st.builds(make_begun, KEYS, group_id=st.integers(-3, 2**40), num_given=st.integers(0, 9)),
+    st.builds(
+        make_batch,
+        st.integers(0, 2**32).map(np.random.default_rng),
+        st.lists(KEYS, min_size=1, max_size=5),
+        routing=st.booleans(),
+        kept=st.booleans(),
+        expert_type=st.sampled_from([np.uint8, np.uint16]),
+    ),
+    st.builds(
+        EndedTurn,
+        key=KEYS,
+        num_tokens=st.integers(1, 2**40),
+        finish_reason=st.sampled_from(FinishReason),
+        has_end_token=st.booleans(),
+        stop_text=st.none() | st.text(max_size=5),
+    ),
+    st.builds(ForgottenTurns, keys=st.lists(KEYS, max_size=4).map(tuple)),
+)
 
 
-def assert_same(found: InFlightRecord, wanted: InFlightRecord) -> None:
-    assert type(found) is type(wanted)
-    for name in wanted.__slots__:
-        one, other = (getattr(record, name) for record in (found, wanted))
-        if isinstance(other, np.ndarray):
-            assert one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-        else:
-            assert one == other, name
+def assert_begins(found: Sequence[InFlightRecord], written: list[InFlightRecord]) -> None:
+    """What is found is what was written first."""
+    for record, wanted in zip(found, written, strict=False):
+        assert type(record) is type(wanted)
+        for name in wanted.__slots__:
+            one, other = getattr(record, name), getattr(wanted, name)
+            if isinstance(other, np.ndarray):
+                assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+            else:
+                assert one == other, name
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(records(), max_size=5), st.integers(0, 255))
+@given(st.lists(RECORDS, max_size=5), st.integers(0, 255))
 def test_a_log_cut_anywhere_reads_as_its_beginning(written: list[InFlightRecord], other: int) -> None:
     parts = [encode(record) for record in written]
     log = MAGIC + b"".join(parts)
@@ -127,16 +132,12 @@ def test_a_log_cut_anywhere_reads_as_its_beginning(written: list[InFlightRecord]
         assert found.num_torn_bytes == max(length - ends[num_whole], 0)
         if length >= len(MAGIC):
             # Memory that was never written may follow; it may even be what was to be written there.
-            for record, wanted in zip(
-                decode(log[:length] + bytes([other]) * 99).records, written, strict=False
-            ):
-                assert_same(record, wanted)
-    for record, wanted in zip(decode(log).records, written, strict=True):
-        assert_same(record, wanted)
+            assert_begins(decode(log[:length] + bytes([other]) * 99).records, written)
+    assert_begins(decode(log).records, written)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(records(), min_size=1, max_size=4), st.data())
+@given(st.lists(RECORDS, min_size=1, max_size=4), st.data())
 def test_a_changed_byte_is_never_read(written: list[InFlightRecord], data: st.DataObject) -> None:
     parts = [encode(record) for record in written]
     log = bytearray(MAGIC + b"".join(parts))
@@ -145,45 +146,29 @@ def test_a_changed_byte_is_never_read(written: list[InFlightRecord], data: st.Da
     found = decode(bytes(log)).records
     ends = np.cumsum([len(MAGIC), *map(len, parts)])[1:]
     assert len(found) == int((ends <= place).sum())
-    for record, wanted in zip(found, written, strict=False):
-        assert_same(record, wanted)
-
-
-def test_another_file_is_no_log() -> None:
-    with pytest.raises(ValueError, match=r"begins with b'PK.*a log of tokens in flight with"):
-        decode(b"PK" + bytes(100))
-
-
-@dataclass(slots=True, kw_only=True)
-class Token:
-    id: int
-    logprob: bytes
-    version: int
-    part: int
-    rows: list[list[list[int]]]
-    kept: list[int]
+    assert_begins(found, written)
 
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
     group_id: int
-    tokens: list[Token] = field(default_factory=list)
+    tokens: list[tuple[object, ...]] = field(default_factory=list)
     ended_at: int | None = None
 
 
-def tokens_of(turn: LoggedTurn) -> Iterator[Token]:
-    batch = turn.batch
+def tokens_of(batch: TokenBatch | None) -> Iterator[tuple[object, ...]]:
+    """Each token of a batch, with its own records."""
     if batch is None:
         return
     rows, kept = (np.append(0, np.cumsum(one)) for one in (batch.num_rows_N, batch.num_kept_N))
     for at in range(batch.num_tokens):
-        yield Token(
-            id=int(batch.ids_N[at]),
-            logprob=batch.logprobs_N[at].tobytes(),
-            version=int(batch.versions_N[at]),
-            part=int(batch.parts_N[at]),
-            rows=batch.rows_RMK[rows[at] : rows[at + 1]].tolist(),
-            kept=batch.kept_ids_J[kept[at] : kept[at + 1]].tolist(),
+        yield (
+            int(batch.ids_N[at]),
+            batch.logprobs_N[at].tobytes(),
+            int(batch.versions_N[at]),
+            int(batch.parts_N[at]),
+            batch.rows_RMK[rows[at] : rows[at + 1]].tolist(),
+            batch.kept_ids_J[kept[at] : kept[at + 1]].tolist(),
         )
 
 
@@ -210,15 +195,7 @@ def test_a_log_has_what_was_appended_and_not_forgotten(
                     # A text ends a turn tokens before the engine hears of it.
                     num = max(len(turns[ended].tokens) - int(rng.integers(0, 2)), 1)
                     turns[ended].ended_at = num
-                    log.append(
-                        EndedTurn(
-                            key=ended,
-                            num_tokens=num,
-                            finish_reason=FinishReason.STOP,
-                            has_end_token=False,
-                            stop_text="x",
-                        )
-                    )
+                    log.append(make_ended(ended, num))
                 case 3 if rng.random() < 0.5:
                     gone = [key for key, turn in turns.items() if turn.group_id == key % 2]
                     log.append(ForgottenTurns(keys=tuple(gone)))
@@ -227,8 +204,7 @@ def test_a_log_has_what_was_appended_and_not_forgotten(
                 case _ if open_keys:
                     batch = make_batch(rng, list(rng.choice(open_keys, 3)))
                     log.append(batch)
-                    single = LoggedTurn(begun=make_begun(0), batch=batch, ended=None)
-                    for one, token in zip(batch.keys_N.tolist(), tokens_of(single), strict=True):
+                    for one, token in zip(batch.keys_N.tolist(), tokens_of(batch), strict=True):
                         turns[one].tokens.append(token)
             assert_reads_as(log.folder, turns)
             assert len(list(folder.iterdir())) == 1, "old segments are removed"
@@ -238,15 +214,13 @@ def test_a_log_has_what_was_appended_and_not_forgotten(
 
 def assert_reads_as(folder: Path, turns: dict[int, Turn]) -> None:
     # Rows are of any number here: nothing is cut for missing ones.
-    live = in_flight.LiveTurns(
-        decode(next(folder.glob("segment-*")).read_bytes()).records,
-    )
+    live = in_flight.LiveTurns(decode(next(folder.glob("segment-*")).read_bytes()).records)
     found = [turn for group_id in live.group_ids() for turn in live.of_group(group_id)]
     assert {turn.begun.key for turn in found} == turns.keys()
     for turn in found:
         wanted = turns[turn.begun.key]
         assert turn.begun.episode.group_id == wanted.group_id
-        assert list(tokens_of(turn)) == wanted.tokens[: wanted.ended_at]
+        assert list(tokens_of(turn.batch)) == wanted.tokens[: wanted.ended_at]
         assert (turn.ended is None) == (wanted.ended_at is None)
 
 
@@ -256,41 +230,29 @@ def test_segments_are_replaced_when_half_of_them_is_gone() -> None:
 
 
 def test_a_segment_that_is_not_finished_is_not_read(tmp_path: Path) -> None:
-    log = InFlightLog(tmp_path / "log")
-    rng = np.random.default_rng(0)
-    log.append(make_begun(1, group_id=5), make_batch(rng, [1], num_rows=[2]))
-    (segment,) = (tmp_path / "log").iterdir()
-    whole = read_in_flight(tmp_path / "log", [5])
+    folder, begun = tmp_path / "log", make_begun(1, group_id=5)
+    InFlightLog(folder).append(begun, make_batch(np.random.default_rng(0), [1], num_rows=[2]))
+    (segment,) = folder.iterdir()
+    whole = read_in_flight(folder, [5])
     assert whole.problem is None and whole.num_kept == 1
-    next_segment = MAGIC + encode(make_begun(1, group_id=5))
-    (tmp_path / "log" / "partial").write_bytes(next_segment[:30])
-    assert read_in_flight(tmp_path / "log", [5]) == whole
+    (folder / "partial").write_bytes((MAGIC + encode(begun))[:30])
+    assert read_in_flight(folder, [5]) == whole
     # It has its name, and its writer died before it removed the one before.
-    (tmp_path / "log" / "partial").rename(tmp_path / "log" / f"segment-{2:08d}")
-    assert segment.exists() and read_in_flight(tmp_path / "log", [5]).num_kept == 0
-
-
-def test_only_groups_that_are_asked_for_are_read(tmp_path: Path) -> None:
-    log = InFlightLog(tmp_path / "log")
-    rng = np.random.default_rng(1)
-    log.append(*(make_begun(key, group_id=key) for key in range(4)))
-    log.append(make_batch(rng, [0, 1, 2, 3, 1], num_rows=[2, 2, 2, 2, 1]))
-    found = read_in_flight(tmp_path / "log", [1, 3, 77])
-    assert found.groups.keys() == {1, 3} and found.num_kept == 3 and found.num_lost == 0
-    (turn,) = group_turns(found.groups[1])
-    assert turn.num_tokens == 2 and turn.begun.episode.group_id == 1
+    (folder / "partial").rename(folder / f"segment-{2:08d}")
+    assert segment.exists() and read_in_flight(folder, [5]).num_kept == 0
 
 
 def test_a_log_that_cannot_be_read_is_told_in_words(tmp_path: Path) -> None:
-    missing = read_in_flight(tmp_path / "none", [1])
-    assert missing.groups == {} and "none cannot be read: [Errno 2]" in missing.problem
-    (tmp_path / "empty").mkdir()
-    assert "empty has no segment" in read_in_flight(tmp_path / "empty", [1]).problem
-    (tmp_path / "empty" / f"segment-{1:08d}").write_bytes(b"something else entirely, and long enough")
-    assert "begins with b'something" in read_in_flight(tmp_path / "empty", [1]).problem
-    remove_in_flight(tmp_path / "empty")
-    assert not (tmp_path / "empty").exists()
-    remove_in_flight(tmp_path / "empty")
+    folder = tmp_path / "log"
+    assert "log cannot be read: [Errno 2]" in read_in_flight(folder, [1]).problem
+    folder.mkdir()
+    assert "log has no segment" in read_in_flight(folder, [1]).problem
+    (folder / f"segment-{1:08d}").write_bytes(b"PK" + bytes(100))
+    found = read_in_flight(folder, [1])
+    assert found.groups == {} and "begins with b'PK" in found.problem
+    for _ in range(2):
+        remove_in_flight(folder)
+        assert not folder.exists()
 
 
 def test_no_room_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,21 +270,19 @@ def test_no_room_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     log.close()
 
 
-def make_turn(number: int, *, after: int | None, before: int, rows: list[int]) -> LoggedTurn:
-    """A turn of one episode with two given tokens and as many sampled ones as ``rows`` has entries."""
+def make_turn(number: int, rows: list[int]) -> LoggedTurn:
+    """Of an episode's two turns, with two given tokens and as many sampled ones as ``rows`` has entries."""
     begun = BegunTurn(
         key=number,
         episode=EpisodeId(group_id=4, index=0),
         number=number,
-        after=after,
-        num_tokens_before=before,
+        after=number - 1 if number else None,
+        num_tokens_before=5 * number,
         given_ids=np.asarray([3, 4], np.int32),
     )
     batch = make_batch(np.random.default_rng(number), [number] * len(rows), num_rows=rows)
-    ended = EndedTurn(
-        key=number, num_tokens=len(rows), finish_reason=FinishReason.STOP, has_end_token=True, stop_text=None
-    )
-    return LoggedTurn(begun=begun, batch=batch, ended=ended if after is None else None)
+    ended = make_ended(number, len(rows)) if not number else None
+    return LoggedTurn(begun=begun, batch=batch, ended=ended)
 
 
 @pytest.mark.parametrize(
@@ -330,16 +290,15 @@ def make_turn(number: int, *, after: int | None, before: int, rows: list[int]) -
 )
 def test_tokens_without_the_routing_of_all_before_them_are_lost(rows: list[int], num_kept: int) -> None:
     """Also those whose rows have come later: what was sampled between would have none."""
-    group = keep_group([make_turn(0, after=None, before=0, rows=rows)])
+    group = keep_group([make_turn(0, rows)])
     assert (group.num_kept, group.num_lost) == (num_kept, 3 - num_kept)
     (turn,) = group_turns(group.data)
     assert turn.num_tokens == num_kept and (turn.ended is None) == (num_kept < 3)
 
 
 def test_a_later_turn_has_the_row_of_the_token_before_it() -> None:
-    first = make_turn(0, after=None, before=0, rows=[2, 1, 1])
-    second = make_turn(1, after=0, before=5, rows=[3, 1])
-    group = keep_group([first, second])
+    second = make_turn(1, [3, 1])
+    group = keep_group([make_turn(0, [2, 1, 1]), second])
     assert (group.num_kept, group.num_lost) == (5, 0)
     tokens = group_turns(group.data)[1].tokens()
     assert len(tokens.expert_ids_RMK) == 5 + 2 + 2 - 1
@@ -348,26 +307,23 @@ def test_a_later_turn_has_the_row_of_the_token_before_it() -> None:
 
 
 def test_an_episode_is_left_out_that_goes_on_after_lost_tokens() -> None:
-    broken = [
-        make_turn(0, after=None, before=0, rows=[2, 1, 0]),
-        make_turn(1, after=0, before=5, rows=[3]),
-    ]
-    group = keep_group(broken)
+    group = keep_group([make_turn(0, [2, 1, 0]), make_turn(1, [3])])
     assert (group.num_kept, group.num_lost) == (0, 4) and group_turns(group.data) == ()
 
 
 def test_half_of_a_group_is_refused() -> None:
-    data = keep_group([make_turn(0, after=None, before=0, rows=[2, 1])]).data
+    data = keep_group([make_turn(0, [2, 1])]).data
     with pytest.raises(ValueError, match=f"the last 5 of {len(data) + 5} bytes are no whole record"):
         group_turns(data + bytes(5))
 
 
 def test_versions_become_spans_and_the_last_token_may_end_the_turn() -> None:
-    batch = make_batch(np.random.default_rng(2), [0] * 4, num_rows=[2, 1, 1, 1])
-    columns = {name: getattr(batch, name) for name in batch.__slots__}
-    columns["versions_N"] = np.asarray([3, 3, 4, 3], np.int32)
-    columns["finishes_N"] = np.asarray([0, 0, 0, FINISHES.index(FinishReason.LENGTH)], np.uint8)
-    turn = LoggedTurn(begun=make_begun(0), batch=TokenBatch(**columns), ended=None)
+    batch = dataclasses.replace(
+        make_batch(np.random.default_rng(2), [0] * 4, num_rows=[2, 1, 1, 1]),
+        versions_N=np.asarray([3, 3, 4, 3], np.int32),
+        finishes_N=np.asarray([0, 0, 0, FINISHES.index(FinishReason.LENGTH)], np.uint8),
+    )
+    turn = LoggedTurn(begun=make_begun(0), batch=batch, ended=None)
     spans = [(span.version, span.start, span.end) for span in turn.tokens().version_spans]
     assert spans == [(3, 0, 2), (4, 2, 3), (3, 3, 4)]
     assert turn.finish_reason is FinishReason.LENGTH and turn.first(3).finish_reason is None

@@ -7,8 +7,6 @@ import asyncio
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -82,22 +80,14 @@ class Remote(Actor):
         sys.addaudithook(forbid)
 
     @concurrent_endpoint
-    async def read(self, ref: PayloadRef) -> dict[str, np.ndarray]:
-        return await self._reader.read(ref, self._owner.expose.call_one)
-
-    @concurrent_endpoint
-    async def read_all(self, refs: list[PayloadRef]) -> list[dict[str, np.ndarray]]:
+    async def read(self, *refs: PayloadRef) -> list[dict[str, np.ndarray]]:
+        """All of them at once."""
         return await asyncio.gather(*(self._reader.read(ref, self._owner.expose.call_one) for ref in refs))
 
     @concurrent_endpoint
-    async def read_failing(self, ref: PayloadRef) -> Exception | None:
-        return await self._failure(ref, freed_in_between=False)
+    async def failure(self, ref: PayloadRef, freed_in_between: bool) -> Exception | None:
+        """What reading raises; the owner may free the file after it has exposed it."""
 
-    @concurrent_endpoint
-    async def read_freed_in_between(self, ref: PayloadRef) -> Exception | None:
-        return await self._failure(ref, freed_in_between=True)
-
-    async def _failure(self, ref: PayloadRef, *, freed_in_between: bool) -> Exception | None:
         async def expose(asked: PayloadRef) -> RDMABuffer:
             handle = await self._owner.expose.call_one(asked)
             if freed_in_between:
@@ -124,21 +114,6 @@ class Remote(Actor):
         return self._num_touched
 
 
-@dataclass(slots=True, kw_only=True)
-class Measured:
-    """What the one scenario below saw."""
-
-    one_by_one: list[dict[str, np.ndarray]]
-    at_once: list[dict[str, np.ndarray]]
-    is_same_registration: bool
-    num_mappings_before_and_after_free: tuple[int, int]
-    failures: dict[str, Exception | None]
-    ids: dict[str, str]
-    after_failures: dict[str, np.ndarray]
-    num_touched: int
-    can_open_directly: bool
-
-
 def _flip(ref: PayloadRef, position: int) -> None:
     with open(ref.file, "r+b") as file:
         file.seek(ref.offset + position)
@@ -147,93 +122,60 @@ def _flip(ref: PayloadRef, position: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-async def _scenario(folder: Path) -> Measured:
+async def read_remotely(folder: Path) -> None:
     owner_mesh = spawn_role(this_host(), "payload_owner", num_procs=1)
     remote_mesh = spawn_role(this_host(), "payload_remote", num_procs=1)
     try:
         owner = owner_mesh.spawn("payload_owner", Owner, folder)
         remote = remote_mesh.spawn("payload_remote", Remote, owner, folder)
         refs = await owner.write_group.call_one(NUM_TOKENS)
-        one_by_one = [await remote.read.call_one(ref) for ref in refs]
-        at_once = await remote.read_all.call_one(refs[::-1])
-        is_same_registration = await owner.is_same_registration.call_one(refs[0])
-        num_before = await owner.num_mappings.call_one(refs[0].file)
+        payloads = [make_payload(index, num_tokens) for index, num_tokens in enumerate(NUM_TOKENS)]
+        one_by_one = [found for ref in refs for found in await remote.read.call_one(ref)]
+        at_once = await remote.read.call_one(*refs[::-1])
+        for found, payload in zip([*one_by_one, *at_once], [*payloads, *payloads[::-1]], strict=True):
+            assert_same(found, payload)
+
+        # Registrations are reused, and go with the file.
+        assert await owner.is_same_registration.call_one(refs[0])
+        assert await owner.num_mappings.call_one(refs[0].file) == len(NUM_TOKENS)
         await owner.free.call_one(refs[0].file)
         # A thread that has just served a read may hold its mapping a moment longer.
-        while num_after := await owner.num_mappings.call_one(refs[0].file):
+        while await owner.num_mappings.call_one(refs[0].file):
             await asyncio.sleep(0.1)
 
-        lost = {"freed": refs[0]}
-        failures = {"freed": await remote.read_failing.call_one(refs[0])}
-        for name, position in (("header", 3), ("body", 200)):
-            (lost[name],) = await owner.write_group.call_one((500,))
-            _flip(lost[name], position)
-            failures[name] = await remote.read_failing.call_one(lost[name])
-        (lost["truncated"],) = await owner.write_group.call_one((500,))
-        os.truncate(lost["truncated"].file, 100)
-        failures["truncated"] = await remote.read_failing.call_one(lost["truncated"])
-        (lost["freed in between"],) = await owner.write_group.call_one((500,))
-        failures["freed in between"] = await remote.read_freed_in_between.call_one(lost["freed in between"])
+        async def check_failure(
+            ref: PayloadRef, kind: type[Exception], says: str, *, freed_in_between: bool = False
+        ) -> None:
+            failure = await remote.failure.call_one(ref, freed_in_between)
+            assert type(failure) is kind, repr(failure)
+            assert says in str(failure) and ref.payload_id in str(failure)
+
+        await check_failure(refs[0], PayloadNotFound, "found nothing")
+        header, body, short, freed = [(await owner.write_group.call_one((500,)))[0] for _ in range(4)]
+        _flip(header, 3)
+        await check_failure(header, PayloadTorn, "magic should be")
+        _flip(body, 200)
+        await check_failure(body, PayloadTorn, "checksum of the body should be")
+        os.truncate(short.file, 100)
+        await check_failure(short, PayloadTorn, "but is 100")
+        await check_failure(freed, PayloadNotFound, "found nothing", freed_in_between=True)
 
         (good,) = await owner.write_group.call_one((700,))
-        after_failures = await remote.read.call_one(good)
-        num_touched = await remote.num_touched.call_one()
-        return Measured(
-            one_by_one=one_by_one,
-            at_once=at_once,
-            is_same_registration=is_same_registration,
-            num_mappings_before_and_after_free=(num_before, num_after),
-            failures=failures,
-            ids={name: ref.payload_id for name, ref in lost.items()},
-            after_failures=after_failures,
-            num_touched=num_touched,
-            can_open_directly=await remote.open_directly.call_one(good),
-        )
+        (found,) = await remote.read.call_one(good)
+        assert_same(found, make_payload(0, 700))
+        assert await remote.num_touched.call_one() == 0
+        assert not await remote.open_directly.call_one(good), "the guard of this test does not work"
     finally:
         await remote_mesh.stop()
         await owner_mesh.stop()
 
 
-@pytest.fixture(scope="module")
-def measured() -> Iterator[Measured]:
+def test_payloads_arrive_whole_without_the_file_and_lost_ones_are_named() -> None:
     folder = create_run_folder(64 * MIB)
     try:
-        yield asyncio.run(_scenario(folder))
+        asyncio.run(read_remotely(folder))
     finally:
         remove_run_folder(folder)
-
-
-def test_payloads_arrive_whole_without_the_file(measured: Measured) -> None:
-    for index, (num_tokens, found) in enumerate(zip(NUM_TOKENS, measured.one_by_one, strict=True)):
-        assert_same(found, make_payload(index, num_tokens))
-    assert measured.num_touched == 0
-    assert not measured.can_open_directly, "the guard of this test does not work"
-
-
-def test_concurrent_reads_do_not_mix(measured: Measured) -> None:
-    for index, found in enumerate(reversed(measured.at_once)):
-        assert_same(found, make_payload(index, NUM_TOKENS[index]))
-
-
-def test_registrations_are_reused_and_go_with_the_file(measured: Measured) -> None:
-    assert measured.is_same_registration
-    assert measured.num_mappings_before_and_after_free == (len(NUM_TOKENS), 0)
-
-
-@pytest.mark.parametrize(
-    ("case", "kind", "says"),
-    [
-        ("freed", PayloadNotFound, "found nothing"),
-        ("freed in between", PayloadNotFound, "found nothing"),
-        ("header", PayloadTorn, "magic should be"),
-        ("body", PayloadTorn, "checksum of the body should be"),
-        ("truncated", PayloadTorn, "but is 100"),
-    ],
-)
-def test_lost_payloads_are_named(measured: Measured, case: str, kind: type[Exception], says: str) -> None:
-    failure = measured.failures[case]
-    assert type(failure) is kind, repr(failure)
-    assert says in str(failure) and measured.ids[case] in str(failure)
 
 
 def test_a_server_shows_no_files_of_other_folders(tmp_path: Path) -> None:
@@ -242,7 +184,3 @@ def test_a_server_shows_no_files_of_other_folders(tmp_path: Path) -> None:
     (ref,) = elsewhere.write_group([make_payload(0)])
     with pytest.raises(PayloadNotFound, match=ref.payload_id):
         PayloadServer(here).expose(ref)
-
-
-def test_reading_goes_on_after_failures(measured: Measured) -> None:
-    assert_same(measured.after_failures, make_payload(0, 700))

@@ -41,8 +41,11 @@ def make_elsewhere(root: Path, *prefix: str) -> tuple[subprocess.Popen[str], Pat
 
 def test_folders_of_killed_controllers_are_swept_and_no_others(tmp_path: Path) -> None:
     own = create_run_folder(0, root=tmp_path)
-    foreign = tmp_path / "forgeasync_payloads-of-someone-else"
+    foreign, link = (
+        tmp_path / f"forgeasync_payloads-{name}" for name in ("of-someone-else", "1-0123456789abcdef")
+    )
     foreign.mkdir()
+    link.symlink_to(foreign)
     process, theirs = make_elsewhere(tmp_path)
     try:
         assert str(process.pid) in theirs.name and theirs.is_dir()
@@ -54,7 +57,7 @@ def test_folders_of_killed_controllers_are_swept_and_no_others(tmp_path: Path) -
     finally:
         process.kill()
         process.communicate()
-    assert sorted(tmp_path.iterdir()) == sorted([own, foreign])
+    assert sorted(tmp_path.iterdir()) == sorted([own, foreign, link])
     remove_run_folder(own)
 
 
@@ -85,13 +88,6 @@ def test_folders_of_another_user_are_left_alone(tmp_path: Path, monkeypatch: pyt
         someone_else.setattr(os, "getuid", lambda: os.geteuid() + 1)
         assert sweep_stale_folders(root=tmp_path) == []
     assert sweep_stale_folders(root=tmp_path) == [theirs]
-
-
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    (tmp_path / "forgeasync_payloads-1-0123456789abcdef").symlink_to(kept)
-    assert sweep_stale_folders(root=tmp_path) == [] and kept.is_dir()
 
 
 CREATE_MANY = """
@@ -142,19 +138,15 @@ def test_sweepers_beside_each_other_take_nothing_from_the_living(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_cannot_fit_is_refused_at_its_start(tmp_path: Path) -> None:
+def test_a_run_that_cannot_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the filesystem, or in the memory behind it."""
     filesystem = os.statvfs(tmp_path)
     with pytest.raises(ValueError, match=r"but only .* are free there"):
         create_run_folder(2 * filesystem.f_blocks * filesystem.f_frsize, root=tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_shared_memory_without_memory_behind_it_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(run_folder, "available_host_bytes", lambda: MIB)
     with pytest.raises(ValueError, match="but only 1,048,576 of memory are available"):
         create_run_folder(MIB + 1, root=tmp_path)
+    assert not list(tmp_path.iterdir())
     assert create_run_folder(MIB, root=tmp_path).is_dir()
 
 

@@ -35,20 +35,14 @@ from forgeasync.runtime import RefusedGroup, SampledRollout, store_group
 from tests.support.payloads import HOST, MIB
 from tests.support.rollouts import make_rollout
 
-NUM_ROLLOUTS = 3
+Sampled = tuple[tuple[Rollout, ...], SpilledGroup]
+"""Rollouts, and the group that they are stored as."""
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Path]:
-    folder = create_run_folder(MIB)
-    yield folder
-    remove_run_folder(folder)
-
-
-@pytest.fixture(scope="module")
-def sampled(shared: Path) -> tuple[tuple[Rollout, ...], SpilledGroup]:
-    """Rollouts, and the group that they are stored as."""
-    rollouts = tuple(make_rollout(seed, 4, 5 + seed) for seed in range(NUM_ROLLOUTS))
+def sampled() -> Iterator[Sampled]:
+    shared = create_run_folder(MIB)
+    rollouts = tuple(make_rollout(seed, 4, 5 + seed) for seed in range(3))
     stored = store_group(
         PayloadWriter(shared, HOST, MIB),
         [
@@ -66,20 +60,23 @@ def sampled(shared: Path) -> tuple[tuple[Rollout, ...], SpilledGroup]:
         Score(1e30, True, has_answer=False),
     )
     group = Group(group_id=7, draw_id=10**9 + 5, task=task, rollouts=stored, durations_ms=(1, 2, 3))
-    return rollouts, SpilledGroup(group=group, rewards=(0.1 + 0.2, -1.0), kept=(0, 2), scores=scores)
+    yield rollouts, SpilledGroup(group=group, rewards=(0.1 + 0.2, -1.0), kept=(0, 2), scores=scores)
+    remove_run_folder(shared)
+
+
+def arrays_of(kept: SpilledGroup) -> str:
+    return kept.group.rollouts[0].branches[0].response.file
 
 
 @pytest.fixture(scope="module")
-def file(sampled: tuple[tuple[Rollout, ...], SpilledGroup], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(sampled: Sampled, tmp_path_factory: pytest.TempPathFactory) -> Path:
     _, kept = sampled
     target = tmp_path_factory.mktemp("kept") / file_name(kept.group.draw_id)
-    write_spilled(target, encode_facts(kept), kept.group.rollouts[0].branches[0].response.file)
+    write_spilled(target, encode_facts(kept), arrays_of(kept))
     return target
 
 
-def test_all_of_a_group_comes_back_on_any_host(
-    sampled: tuple[tuple[Rollout, ...], SpilledGroup], file: Path
-) -> None:
+def test_all_of_a_group_comes_back_on_any_host(sampled: Sampled, file: Path) -> None:
     rollouts, kept = sampled
     found = read_spilled(file)
     assert found.group.is_restored and not kept.group.is_restored
@@ -136,30 +133,20 @@ def test_facts_of_another_version_of_this_package_are_torn(file: Path, tmp_path:
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_what_a_disk_refuses_leaves_nothing(
-    sampled: tuple[tuple[Rollout, ...], SpilledGroup],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    failing: str,
+def test_what_cannot_be_kept_leaves_nothing(
+    sampled: Sampled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     _, kept = sampled
-    source = kept.group.rollouts[0].branches[0].response.file
 
     def refuse(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(spilled_groups.os if failing == "fsync" else Path, failing, refuse)
-    problem = try_write_kept(tmp_path / "one.group", encode_facts(kept), source)
+    problem = try_write_kept(tmp_path / "one.group", encode_facts(kept), arrays_of(kept))
     assert problem is not None and "No space left on device" in problem
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
-    assert try_write_kept(tmp_path / "one.group", encode_facts(kept), source) is None
-
-
-def test_arrays_that_were_freed_cannot_be_kept(
-    sampled: tuple[tuple[Rollout, ...], SpilledGroup], tmp_path: Path
-) -> None:
-    _, kept = sampled
-    problem = try_write_kept(tmp_path / "one.group", encode_facts(kept), "/dev/shm/nothing")
+    assert try_write_kept(tmp_path / "one.group", encode_facts(kept), arrays_of(kept)) is None
+    problem = try_write_kept(tmp_path / "two.group", encode_facts(kept), "/dev/shm/nothing")
     assert problem is not None and "its arrays freed" in problem
-    assert not list(tmp_path.iterdir())
+    assert [file.name for file in tmp_path.iterdir()] == ["one.group"]

@@ -1,5 +1,7 @@
 """Prompts of teachers that know more than the policy."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -26,11 +28,7 @@ def test_what_the_task_has_is_filled_in_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (
-            "$solution",
-            r"has \$solution, which task t7 does not; "
-            r".* \$prompt, \$answer, \$sibling, \$feedback, \$hint, \$level",
-        ),
+        ("$solution", r"\$solution, which task t7 does not; .* \$answer, \$sibling, \$feedback, \$hint"),
         ("5 $ each", r"is no template: .*; write \$\$ for a dollar sign"),
     ],
 )
@@ -39,12 +37,10 @@ def test_what_it_does_not_have_is_said(template: str, said: str) -> None:
         teacher_prompt(template, TASK)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [(None, False), ("$prompt", False), ("$$sibling $prompt", False), ("${sibling}: $prompt", True)],
-)
-def test_a_template_says_whether_it_shows_a_sibling(prompt: str | None, expected: bool) -> None:
-    assert TeacherSection(model_path="x", prompt=prompt).shows_sibling is expected
+def test_a_template_says_whether_it_shows_a_sibling() -> None:
+    for prompt in (None, "$prompt", "$$sibling $prompt"):
+        assert not TeacherSection(model_path="x", prompt=prompt).shows_sibling
+    assert TeacherSection(model_path="x", prompt="${sibling}: $prompt").shows_sibling
 
 
 TOKENIZER = character_tokenizer(chat_template=True)
@@ -76,17 +72,8 @@ def read(
 
 
 def test_each_response_is_shown_the_next_correct_one() -> None:
-    assert read(responses("a", "b", "c", "d", correct="0101")) == [
-        "b|1+1 $x",
-        "d|1+1 $x",
-        "d|1+1 $x",
-        "b|1+1 $x",
-    ]
-
-
-def test_no_response_is_shown_itself() -> None:
-    assert read(responses("a", "b", "c", correct="010")) == ["b|1+1 $x", None, "b|1+1 $x"]
-    assert read(responses("a", "b", correct="00")) == [None, None]
+    shown = read(responses("a", "b", "c", "d", correct="0101"))
+    assert shown == [f"{sibling}|1+1 $x" for sibling in "bddb"]
 
 
 def test_a_sibling_that_leaves_no_room_gives_its_place_to_the_next() -> None:
@@ -113,13 +100,9 @@ def test_a_sibling_cannot_end_its_own_quotation() -> None:
 def test_what_is_shown_is_correct_of_another_and_fits(group: list[tuple[str, bool]], max_tokens: int) -> None:
     made = [Response(text=text, num_tokens=len(text), is_correct=correct) for text, correct in group]
     for index, shown in enumerate(read(made, max_tokens=max_tokens)):
-        others = [
-            one.text
-            for place, one in enumerate(made)
-            if place != index
-            and one.is_correct
-            and len(one.text) + 1 + len(TASK.prompt) + made[index].num_tokens <= max_tokens
-        ]
+        room = max_tokens - made[index].num_tokens - len(TASK.prompt) - 1
+        siblings = [*made[:index], *made[index + 1 :]]
+        others = [one.text for one in siblings if one.is_correct and one.num_tokens <= room]
         assert (shown is None) == (not others)
         assert shown is None or shown.removesuffix(f"|{TASK.prompt}") in others
 
@@ -128,13 +111,10 @@ FEEDBACK = TeacherSection(model_path="x", prompt="$feedback|$prompt")
 BOTH = TeacherSection(model_path="x", prompt="$feedback|$sibling|$prompt")
 
 
-def told(*feedbacks: str, correct: str = "") -> list[Response]:
+def told(*feedbacks: str, correct: str = "000") -> list[Response]:
     """Responses of one token, "a", "b" ..., and what the reward has said about each."""
-    marks = correct or "0" * len(feedbacks)
-    return [
-        Response(text=text, num_tokens=1, is_correct=mark == "1", feedback=feedback)
-        for text, mark, feedback in zip("abcdef", marks, feedbacks, strict=False)
-    ]
+    made = responses(*"abc"[: len(feedbacks)], correct=correct[: len(feedbacks)])
+    return [replace(one, feedback=feedback) for one, feedback in zip(made, feedbacks, strict=True)]
 
 
 def test_each_response_is_shown_what_was_said_about_itself() -> None:

@@ -1,5 +1,8 @@
 """Records of teachers: there and back through a payload, parts of them, and what is refused."""
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,8 +20,6 @@ from forgeasync.rollouts import (
     student_ids,
     teacher_record,
 )
-
-FIELDS = ("logprobs_T", "ids_TK", "topk_TK", "versions_T")
 
 
 def record(num_tokens: int = 4, num_ids: int = 2) -> TeacherRecord:
@@ -53,19 +54,18 @@ def test_a_record_says_where_the_teacher_was_not_asked() -> None:
     assert both.has_target_T.tolist() == [False, False, False, True, True]
 
 
-def check(one: TeacherRecord, *, num_tokens: int = 4, num_ids: int = 2) -> None:
-    check_teacher_record(one, num_tokens=num_tokens, num_ids=num_ids, vocab_size=7, teacher="t")
+check = partial(check_teacher_record, num_tokens=4, num_ids=2, vocab_size=7, teacher="t")
 
 
 def changed(**arrays: np.ndarray) -> TeacherRecord:
-    whole = record()
-    return TeacherRecord(**{name: arrays.get(name, getattr(whole, name)) for name in FIELDS})
+    return replace(record(), **arrays)
 
 
-def spoiled(array: np.ndarray, value: float) -> np.ndarray:
-    copy = array.copy()
-    copy.flat[1] = value
-    return copy
+def spoiled(name: str, value: float, whole: TeacherRecord | None = None) -> TeacherRecord:
+    """One value of one array is another one."""
+    array = getattr(whole or record(), name).copy()
+    array.flat[1] = value
+    return replace(whole or record(), **{name: array})
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def spoiled(array: np.ndarray, value: float) -> np.ndarray:
         (changed(logprobs_T=record(3).logprobs_T), "of 3 tokens; must be 4"),
         (changed(ids_TK=record(4, 3).ids_TK), r"ids \[4, 3\]; must be \[4, 2\]"),
         (changed(topk_TK=record(3).topk_TK), r"log-probabilities of ids \[3, 2\]; must be \[4, 2\]"),
-        (changed(logprobs_T=spoiled(record().logprobs_T, np.nan)), "nan of a token at position 1"),
-        (changed(logprobs_T=spoiled(record().logprobs_T, -np.inf)), "-inf of a token at position 1"),
-        (changed(topk_TK=spoiled(record().topk_TK, 0.5)), "0.5 of a likely id at position 0"),
-        (changed(ids_TK=spoiled(record().ids_TK, 7)), "an id outside of the vocabulary of 7"),
-        (changed(ids_TK=spoiled(record().ids_TK, -1)), "an id outside of the vocabulary of 7"),
+        (spoiled("logprobs_T", np.nan), "nan of a token at position 1"),
+        (spoiled("logprobs_T", -np.inf), "-inf of a token at position 1"),
+        (spoiled("topk_TK", 0.5), "0.5 of a likely id at position 0"),
+        (spoiled("ids_TK", 7), "an id outside of the vocabulary of 7"),
+        (spoiled("ids_TK", -1), "an id outside of the vocabulary of 7"),
         (changed(versions_T=record(3).versions_T), "versions of 3 tokens; must be 4"),
-        (changed(versions_T=spoiled(record().versions_T, 6)), r"of the versions \[5, 6\]; must be one"),
+        (spoiled("versions_T", 6), r"of the versions \[5, 6\]; must be one"),
         (changed(versions_T=np.full(4, -1, np.int32)), r"of the versions \[-1\]; must be one, at least 0"),
     ],
 )
@@ -95,22 +95,21 @@ def test_a_record_about_given_ids_says_nothing_where_there_is_none() -> None:
     given_TK = np.array([[0, 5], [3, NO_ID], [2, 6], [1, NO_ID]], np.int32)
     topk_TK = np.where(given_TK == NO_ID, np.nan, -1.5).astype(np.float32)
     right = changed(ids_TK=given_TK, topk_TK=topk_TK)
-    asked = {"num_tokens": 4, "num_ids": 2, "vocab_size": 7, "teacher": "t"}
-    check_teacher_record(right, **asked, given_TK=given_TK)
+    check(right, given_TK=given_TK)
     with pytest.raises(WrongTeacherRecord, match="nan of a likely id"):
-        check_teacher_record(right, **asked)
-    missing = changed(ids_TK=given_TK, topk_TK=spoiled(topk_TK, np.nan))
+        check(right)
+    missing = spoiled("topk_TK", np.nan, right)
     with pytest.raises(WrongTeacherRecord, match="nan of a likely id"):
-        check_teacher_record(missing, **asked, given_TK=given_TK)
+        check(missing, given_TK=given_TK)
     with pytest.raises(WrongTeacherRecord, match="of other ids than it was asked about"):
-        check_teacher_record(right, **asked, given_TK=given_TK[:, ::-1])
+        check(right, given_TK=given_TK[:, ::-1])
     with pytest.raises(WrongTeacherRecord, match="an id outside of the vocabulary of 6"):
-        check_teacher_record(right, **asked | {"vocab_size": 6}, given_TK=given_TK)
+        check(right, vocab_size=6, given_TK=given_TK)
 
 
 def test_a_stored_record_that_mixes_versions_is_refused() -> None:
     for other in (6, NOT_ASKED):
-        mixed = changed(versions_T=spoiled(record().versions_T, other))
+        mixed = spoiled("versions_T", other)
         with pytest.raises(WrongTeacherRecord, match="a stored record gave scores of the versions"):
             teacher_record(mixed.arrays())
 

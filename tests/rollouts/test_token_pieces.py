@@ -9,6 +9,7 @@ from forgeasync.models import TURN_END, character_tokenizer
 from forgeasync.rollouts import TokenPieces
 
 NO_IDS = np.zeros(0, np.int32)
+EURO = [{"bytes": "e2", "text": ""}, {"bytes": "82", "text": ""}, {"bytes": "ac", "text": "\u20ac"}]
 
 
 def byte_level() -> Tokenizer:
@@ -33,20 +34,8 @@ def ids_of(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 def test_pieces_by_hand() -> None:
     pieces = TokenPieces(BYTE_LEVEL).of_response(NO_IDS, ids_of(BYTE_LEVEL, "he \u20ac<think>\n<end>"))
-    assert pieces == [
-        "he",
-        " ",
-        {"bytes": "e2", "text": ""},
-        {"bytes": "82", "text": ""},
-        {"bytes": "ac", "text": "\u20ac"},
-        "<think>",
-        "\n",
-        {"special": "<end>"},
-    ]
-    assert TokenPieces(BYTE_LEVEL).of_token(int(ids_of(BYTE_LEVEL, "\u20ac")[1])) == {
-        "bytes": "82",
-        "text": "",
-    }
+    assert pieces == ["he", " ", *EURO, "<think>", "\n", {"special": "<end>"}]
+    assert TokenPieces(BYTE_LEVEL).of_token(int(ids_of(BYTE_LEVEL, "\u20ac")[1])) == EURO[1]
 
 
 @given(text=st.text(max_size=20))
@@ -87,5 +76,4 @@ def test_single_bytes_of_other_vocabularies() -> None:
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(steps)
     pieces = TokenPieces(tokenizer).of_response(NO_IDS, np.array([1, 2, 3, 4, 1], np.int32))
-    euro = [{"bytes": "e2", "text": ""}, {"bytes": "82", "text": ""}, {"bytes": "ac", "text": "\u20ac"}]
-    assert pieces == [" hi", *euro, " hi"]
+    assert pieces == [" hi", *EURO, " hi"]

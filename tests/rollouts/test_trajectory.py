@@ -1,5 +1,6 @@
 """A tree of turns against a naive reference: what is first recorded of a token stays, and trains once."""
 
+import dataclasses
 import itertools
 from dataclasses import dataclass, field
 
@@ -15,7 +16,6 @@ from forgeasync.rollouts import (
     KeptTokens,
     Rollout,
     SampledTokens,
-    StoredBranch,
     Trajectory,
     VersionSpan,
     branches,
@@ -24,7 +24,7 @@ from forgeasync.rollouts import (
     encode_group,
 )
 from forgeasync.trainer import TokenPlaces, TrainingItem, pack_row, training_sequence, whole_response
-from tests.support.rollouts import make_ref
+from tests.support.rollouts import make_stored_rollout
 
 NUM_EXPERTS, NUM_LAYERS, TOP_K, VOCABULARY = 300, 2, 3, 50
 
@@ -160,71 +160,28 @@ def positions(rollout: Rollout) -> list[int]:
     return (len(rollout.prompt_ids_P) + np.flatnonzero(is_sampled_T)).tolist()
 
 
-def labels(rollout: Rollout) -> dict[int, int]:
-    """Position in the whole path and version of each token that trains, by the rollout's spans."""
-    start = len(rollout.prompt_ids_P)
-    return {
-        start + index: span.version for span in rollout.version_spans for index in range(span.start, span.end)
-    }
-
-
-def stored(rollout: Rollout) -> StoredBranch:
-    return StoredBranch(
-        prompt=make_ref(),
-        response=make_ref(),
-        num_prompt_tokens=len(rollout.prompt_ids_P),
-        num_response_tokens=rollout.num_response_tokens,
-        version_spans=rollout.version_spans,
-        text="",
-    )
-
-
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**31), script=scripts)
-def test_a_branch_has_what_was_first_computed(seed: int, script: list[Turn]) -> None:
-    played = play(seed, script)
-    trained: list[int] = []
-    for path, rollout in zip(played.paths, played.rollouts, strict=True):
-        start = len(rollout.prompt_ids_P)
-        assert [*rollout.prompt_ids_P, *rollout.response_ids_T] == [token.id for token in path]
-        trains = positions(rollout)
-        trained += [id(path[position]) for position in trains]
-        assert labels(rollout) == {position: path[position].version for position in trains}
-        spans = rollout.version_spans
-        assert all(a.end < b.start or a.version != b.version for a, b in itertools.pairwise(spans))
-        for index, token in enumerate(path[start:]):
-            is_trained = start + index in trains
-            assert rollout.logprobs_T[index] == np.float32(token.logprob if is_trained else 0.0)
-            kept = token.kept if is_trained and len(token.kept) < VOCABULARY else []
-            assert rollout.kept_tokens.row(index).tolist() == kept
-        check_kept_tokens(rollout.kept_tokens, rollout.response_ids_T, vocab_size=VOCABULARY)
-        dense_SMK = rollout.routed_experts.to_dense()
-        assert (dense_SMK[-1] == NO_RECORD).all(), "the last token was never input"
-        for position, token in enumerate(path[:-1]):
-            assert dense_SMK[position].tolist() == np.sort(token.experts).tolist()
-    assert sorted(trained) == sorted(map(id, played.sampled)), "every sampled token trains exactly once"
-
-
-@settings(deadline=None)
-@given(seed=st.integers(0, 2**31), script=scripts)
-def test_each_sampled_token_trains_once_with_its_own_records(seed: int, script: list[Turn]) -> None:
+def test_each_sampled_token_trains_once_with_what_was_first_computed(seed: int, script: list[Turn]) -> None:
     """From the tree through payloads to a row that has all branches of two episodes."""
     of_episodes = (play(seed + 1, script[:1]), play(seed, script))
+    paths = [path for played in of_episodes for path in played.paths]
     rollouts = [rollout for played in of_episodes for rollout in played.rollouts]
     payload = encode_group(rollouts)
     sequences = []
     for index, rollout in enumerate(rollouts):
-        trace = decode_rollout(payload.prompts[payload.prompt_of[index]], payload.responses[index])
+        spans = [(span.version, span.start, span.end) for span in rollout.version_spans]
+        stored = make_stored_rollout(*spans, num_prompt_tokens=len(rollout.prompt_ids_P))
         item = TrainingItem(
             generator_rank=0,
-            branch=stored(rollout),
+            branch=stored.branches[0],
             advantages=whole_response(index - 0.5),
             weight=1.0 + index,
         )
         sequences.append(
             training_sequence(
                 item,
-                trace,
+                decode_rollout(payload.prompts[payload.prompt_of[index]], payload.responses[index]),
                 trained_version=100,
                 routing_replay=RoutingReplay.ALL,
                 keep_sampling_mask=True,
@@ -232,12 +189,16 @@ def test_each_sampled_token_trains_once_with_its_own_records(seed: int, script: 
             )
         )
     row = pack_row(sequences)
-    targets, found = np.flatnonzero(row.mask_L), []
+    found: list[int] = []
+    trained: list[int] = []
     offset = 0
-    paths = [path for played in of_episodes for path in played.paths]
     for index, (path, rollout) in enumerate(zip(paths, rollouts, strict=True)):
+        pairs = itertools.pairwise(rollout.version_spans)
+        assert all(a.end < b.start or a.version != b.version for a, b in pairs)
+        check_kept_tokens(rollout.kept_tokens, rollout.response_ids_T, vocab_size=VOCABULARY)
         for position in positions(rollout):
             token = path[position]
+            trained.append(id(token))
             # The position before a token predicts it.
             at = offset + position - 1
             found.append(at)
@@ -247,11 +208,14 @@ def test_each_sampled_token_trains_once_with_its_own_records(seed: int, script: 
             assert row.advantages_L[at] == index - 0.5 and row.sample_weights_L[at] == 1.0 + index
             kept_row = row.kept_tokens.row(len(found) - 1).tolist()
             assert kept_row == (token.kept if len(token.kept) < VOCABULARY else [])
-        assert row.token_ids_L[offset : offset + len(path)].tolist() == [token.id for token in path]
-        assert (row.expert_ids_LMK[offset : offset + len(path) - 1] != NO_RECORD).all()
-        offset += len(path)
-    assert found == targets.tolist() and row.kept_tokens.num_tokens == len(found)
-    assert len(found) == sum(len(played.sampled) for played in of_episodes)
+        end = offset + len(path)
+        assert row.token_ids_L[offset:end].tolist() == [token.id for token in path]
+        experts_SMK = [np.sort(token.experts) for token in path[:-1]]
+        assert row.expert_ids_LMK[offset : end - 1].tolist() == np.array(experts_SMK).tolist()
+        assert (row.expert_ids_LMK[end - 1] == NO_RECORD).all(), "the last token was never input"
+        offset = end
+    assert found == np.flatnonzero(row.mask_L).tolist() and row.kept_tokens.num_tokens == len(found)
+    assert sorted(trained) == sorted(id(token) for played in of_episodes for token in played.sampled)
 
 
 def test_a_turn_that_was_given_up_is_on_no_branch() -> None:
@@ -265,22 +229,16 @@ def test_a_turn_that_was_given_up_is_on_no_branch() -> None:
 
 
 def test_without_records_there_are_none() -> None:
-    trajectory = Trajectory(num_experts=8)
-    trajectory.give(np.array([1, 2]))
-    for token in (3, 4):
-        trajectory.sample(
-            SampledTokens(
-                ids_T=np.array([token], np.int32),
-                logprobs_T=np.array([-1.0], np.float32),
-                version_spans=(VersionSpan(version=0, start=0, end=1),),
-                expert_ids_RMK=None,
-                kept_tokens=None,
-            )
-        )
+    trajectory = Trajectory(num_experts=NUM_EXPERTS)
+    trajectory.give(np.array([1]))
+    engine, path = Engine(np.random.default_rng(0)), [Token(id=1)]
+    for _ in range(2):
+        sampled = engine.sample(path, 1, None)
+        trajectory.sample(dataclasses.replace(sampled, expert_ids_RMK=None, kept_tokens=None))
     (branch,) = branches([trajectory])
     rollout = branch.rollout(text="", finish_reason=FinishReason.STOP)
     assert rollout.routed_experts is None and rollout.kept_tokens is None and rollout.is_sampled_T is None
-    assert rollout.version_spans == (VersionSpan(version=0, start=0, end=2),)
+    assert rollout.version_spans == (VersionSpan(version=3, start=0, end=2),)
 
 
 @pytest.mark.parametrize("records_routing", [True, False])
@@ -290,9 +248,7 @@ def test_episodes_that_begin_differently_keep_their_own_prompts(records_routing:
     for seed in (0, 1, 0):
         turn = Turn(after=0, num_given=2, requests=(2,), swap_before=False, swap_after=None)
         (rollout,) = play(seed, [turn]).rollouts
-        if not records_routing:
-            object.__setattr__(rollout, "routed_experts", None)
-        rollouts.append(rollout)
+        rollouts.append(rollout if records_routing else dataclasses.replace(rollout, routed_experts=None))
     payload = encode_group(rollouts)
     assert payload.prompt_of == (0, 1, 0)
     for rollout, index in zip(rollouts, payload.prompt_of, strict=True):
