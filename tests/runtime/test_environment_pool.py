@@ -136,80 +136,68 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervised, "BEAT_S", 0.01)
 
 
-def test_only_the_episodes_of_a_lost_worker_end() -> None:
-    async def go() -> None:
-        async with started() as world:
-            running = [asyncio.create_task(world.pool.run_episode(request(index))) for index in range(4)]
-            await world.until(lambda: sum(one.num_running for one in world.workers.values()) == 4)
-            assert [one.num_running for one in world.workers.values()] == [2, 2]
-            os.kill(world.workers[0].process.pid, signal.SIGKILL)
-            await world.until(lambda: sum(one.done() for one in running) == 2)
-            lost = [one.result() for one in running if one.done()]
-            assert all(one.ending is Ending.INFRASTRUCTURE for one in lost)
-            assert "environment worker 0 (process" in lost[0].problem
-            await world.until(lambda: 2 in world.workers)
-            world.workers[1].is_released.set()
-            await world.until(lambda: all(one.done() for one in running))
-            endings = [one.result().ending for one in running]
-            assert sorted(endings) == [Ending.COMPLETED] * 2 + [Ending.INFRASTRUCTURE] * 2
-            assert world.pool.metrics()["environment/num_restarted_workers"] == 1.0
-            assert world.pool.metrics()["environment/num_killed_processes"] >= 2, "also those of a lost one"
-            again = asyncio.create_task(world.pool.run_episode(request(0)))
-            world.workers[2].is_released.set()
-            assert (await again).ending is Ending.COMPLETED
-            assert world.pool.num_live == 0
-
-    asyncio.run(go())
+async def test_only_the_episodes_of_a_lost_worker_end() -> None:
+    async with started() as world:
+        running = [asyncio.create_task(world.pool.run_episode(request(index))) for index in range(4)]
+        await world.until(lambda: sum(one.num_running for one in world.workers.values()) == 4)
+        assert [one.num_running for one in world.workers.values()] == [2, 2]
+        os.kill(world.workers[0].process.pid, signal.SIGKILL)
+        await world.until(lambda: sum(one.done() for one in running) == 2)
+        lost = [one.result() for one in running if one.done()]
+        assert all(one.ending is Ending.INFRASTRUCTURE for one in lost)
+        assert "environment worker 0 (process" in lost[0].problem
+        await world.until(lambda: 2 in world.workers)
+        world.workers[1].is_released.set()
+        await world.until(lambda: all(one.done() for one in running))
+        endings = [one.result().ending for one in running]
+        assert sorted(endings) == [Ending.COMPLETED] * 2 + [Ending.INFRASTRUCTURE] * 2
+        assert world.pool.metrics()["environment/num_restarted_workers"] == 1.0
+        assert world.pool.metrics()["environment/num_killed_processes"] >= 2, "also those of a lost one"
+        again = asyncio.create_task(world.pool.run_episode(request(0)))
+        world.workers[2].is_released.set()
+        assert (await again).ending is Ending.COMPLETED
+        assert world.pool.num_live == 0
 
 
-def test_episodes_wait_for_room() -> None:
-    async def go() -> None:
-        async with started(num_workers=1, max_live=2) as world:
-            running = [asyncio.create_task(world.pool.run_episode(request(index))) for index in range(5)]
-            await world.until(lambda: world.workers[0].num_running == 2)
-            for _ in range(100):
-                await asyncio.sleep(0)
-            assert world.workers[0].num_running == world.pool.num_live == 2
-            # One that gives up waiting takes no room.
-            running.pop().cancel()
-            world.workers[0].is_released.set()
-            outcomes = await asyncio.gather(*running)
-            assert [one.ending for one in outcomes] == [Ending.COMPLETED] * 4
-            assert world.pool.num_live == 0
-
-    asyncio.run(go())
+async def test_episodes_wait_for_room() -> None:
+    async with started(num_workers=1, max_live=2) as world:
+        running = [asyncio.create_task(world.pool.run_episode(request(index))) for index in range(5)]
+        await world.until(lambda: world.workers[0].num_running == 2)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert world.workers[0].num_running == world.pool.num_live == 2
+        # One that gives up waiting takes no room.
+        running.pop().cancel()
+        world.workers[0].is_released.set()
+        outcomes = await asyncio.gather(*running)
+        assert [one.ending for one in outcomes] == [Ending.COMPLETED] * 4
+        assert world.pool.num_live == 0
 
 
-def test_a_worker_with_stuck_threads_retires_when_its_episodes_have_ended() -> None:
-    async def go() -> None:
-        async with started(num_workers=2) as world:
-            first = asyncio.create_task(world.pool.run_episode(request(0)))
-            await world.until(lambda: world.workers[0].num_running == 1)
-            world.workers[0].num_stuck = MAX_STUCK + 1
-            # A second answer shows that the first one was looked at.
-            num_reports = world.workers[0].num_reports
-            await world.until(lambda: world.workers[0].num_reports == num_reports + 2)
-            second = asyncio.create_task(world.pool.run_episode(request(1)))
-            third = asyncio.create_task(world.pool.run_episode(request(2)))
-            await world.until(lambda: world.workers[1].num_running == 2)
-            assert not world.told, "it ends what it has"
-            world.workers[0].is_released.set()
-            assert (await first).ending is Ending.COMPLETED
-            await world.until(lambda: 2 in world.workers)
-            assert "had threads that nothing ended" in world.told[0]
-            world.workers[1].is_released.set()
-            await asyncio.gather(second, third)
-
-    asyncio.run(go())
+async def test_a_worker_with_stuck_threads_retires_when_its_episodes_have_ended() -> None:
+    async with started(num_workers=2) as world:
+        first = asyncio.create_task(world.pool.run_episode(request(0)))
+        await world.until(lambda: world.workers[0].num_running == 1)
+        world.workers[0].num_stuck = MAX_STUCK + 1
+        # A second answer shows that the first one was looked at.
+        num_reports = world.workers[0].num_reports
+        await world.until(lambda: world.workers[0].num_reports == num_reports + 2)
+        second = asyncio.create_task(world.pool.run_episode(request(1)))
+        third = asyncio.create_task(world.pool.run_episode(request(2)))
+        await world.until(lambda: world.workers[1].num_running == 2)
+        assert not world.told, "it ends what it has"
+        world.workers[0].is_released.set()
+        assert (await first).ending is Ending.COMPLETED
+        await world.until(lambda: 2 in world.workers)
+        assert "had threads that nothing ended" in world.told[0]
+        world.workers[1].is_released.set()
+        await asyncio.gather(second, third)
 
 
-def test_a_worker_that_is_connecting_at_the_end_is_ended_too() -> None:
-    async def go() -> None:
-        async with started() as world:
-            await world.pool.connect(lambda: ((), ()))
-            world.hangs_on_connecting = True
-            os.kill(world.workers[0].process.pid, signal.SIGKILL)
-            await world.until(lambda: 2 in world.workers and world.workers[2].is_connecting)
+async def test_a_worker_that_is_connecting_at_the_end_is_ended_too() -> None:
+    async with started() as world:
+        await world.pool.connect(lambda: ((), ()))
+        world.hangs_on_connecting = True
+        os.kill(world.workers[0].process.pid, signal.SIGKILL)
+        await world.until(lambda: 2 in world.workers and world.workers[2].is_connecting)
         # Leaving has closed the pool, and ``started`` waits for the end of each process.
-
-    asyncio.run(go())

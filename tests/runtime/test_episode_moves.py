@@ -43,7 +43,6 @@ from forgeasync.runtime import (
     SampledGroup,
     Spawned,
 )
-from forgeasync.testing import VirtualTime
 from forgeasync.waiting import Monitor
 from tests.support.buffer_world import make_task
 from tests.support.loops import Endpoint
@@ -328,27 +327,25 @@ def test_only_what_was_under_way_is_asked_for_as_repeated() -> None:
     assert later and not any(repeated for _, _, repeated in later)
 
 
-def test_a_turn_past_its_deadline_interrupts_its_episode_and_not_the_run() -> None:
-    async def scenario() -> None:
-        generator = Generator(0)
-        episode = EpisodeId(group_id=GROUP, index=0)
-        request = EpisodeRequest(
-            task=make_task(0),
-            episode=episode,
-            generator=generator,  # type: ignore[arg-type]
-            generator_number=0,
-            sampling=SamplingSection(max_response_tokens=9),
-            seed=3,
-            keeps_record=False,
-            goes_on=True,
-        )
-        turns = EpisodeTurns(request, Monitor(KnownLosses()), limit_s=0.05)
-        asked = TurnRequest(after=None, given_ids=np.zeros(1, np.int32), max_tokens=9, stop=())
-        with pytest.raises(EpisodeInterrupted, match=r"a turn of group \d+ .*timeouts\.generate_s"):
-            await turns(episode, asked)
-        assert generator.asked and not generator.num_sampled
-
-    VirtualTime().run(scenario())
+@pytest.mark.usefixtures("virtual_time")
+async def test_a_turn_past_its_deadline_interrupts_its_episode_and_not_the_run() -> None:
+    generator = Generator(0)
+    episode = EpisodeId(group_id=GROUP, index=0)
+    request = EpisodeRequest(
+        task=make_task(0),
+        episode=episode,
+        generator=generator,  # type: ignore[arg-type]
+        generator_number=0,
+        sampling=SamplingSection(max_response_tokens=9),
+        seed=3,
+        keeps_record=False,
+        goes_on=True,
+    )
+    turns = EpisodeTurns(request, Monitor(KnownLosses()), limit_s=0.05)
+    asked = TurnRequest(after=None, given_ids=np.zeros(1, np.int32), max_tokens=9, stop=())
+    with pytest.raises(EpisodeInterrupted, match=r"a turn of group \d+ .*timeouts\.generate_s"):
+        await turns(episode, asked)
+    assert generator.asked and not generator.num_sampled
 
 
 def test_an_episode_whose_seen_turns_are_lost_runs_again_and_keeps_its_attempts() -> None:

@@ -100,18 +100,15 @@ class LostHosts(LocalHosts):
 
 
 @pytest.mark.parametrize("is_watched", [True, False])
-def test_a_lost_host_is_one_fault_of_its_own_role(is_watched: bool) -> None:
-    async def scenario() -> ProcessManager:
-        manager = ProcessManager(Path("logs"), LostHosts(is_watched=is_watched))
-        await manager.open(lambda line: None)
-        if is_watched:
-            with pytest.raises(HostLost, match="host b"):
-                await manager.watch()
+async def test_a_lost_host_is_one_fault_of_its_own_role(is_watched: bool) -> None:
+    manager = ProcessManager(Path("logs"), LostHosts(is_watched=is_watched))
+    await manager.open(lambda line: None)
+    if is_watched:
         with pytest.raises(HostLost, match="host b"):
-            await manager.close()
-        return manager
-
-    faults = asyncio.run(scenario()).faults
+            await manager.watch()
+    with pytest.raises(HostLost, match="host b"):
+        await manager.close()
+    faults = manager.faults
     (fault,) = faults.open
     assert (fault.role, fault.what) == (Role.HOST, "are not whole: host b is lost")
 
@@ -121,15 +118,12 @@ class UnwatchedHosts(LocalHosts):
         raise ConnectionError("no agent can be called")
 
 
-def test_hosts_that_cannot_be_watched_any_more_end_the_run() -> None:
-    async def scenario() -> None:
-        manager = ProcessManager(Path("logs"), UnwatchedHosts())
-        await manager.open(lambda line: None)
-        with pytest.raises(ConnectionError, match="no agent can be called"):
-            await manager.watch()
-        await manager.close()
-
-    asyncio.run(scenario())
+async def test_hosts_that_cannot_be_watched_any_more_end_the_run() -> None:
+    manager = ProcessManager(Path("logs"), UnwatchedHosts())
+    await manager.open(lambda line: None)
+    with pytest.raises(ConnectionError, match="no agent can be called"):
+        await manager.watch()
+    await manager.close()
 
 
 def test_a_death_is_told_instead_of_what_the_survivors_say(monkeypatch: pytest.MonkeyPatch) -> None:

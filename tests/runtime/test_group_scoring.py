@@ -89,7 +89,7 @@ class TestScore:
 
 
 class TestGroupScoring:
-    def test_groups_are_scored_side_by_side_up_to_the_bound(self) -> None:
+    async def test_groups_are_scored_side_by_side_up_to_the_bound(self) -> None:
         num_running, most = 0, 0
 
         async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
@@ -101,31 +101,25 @@ class TestGroupScoring:
             num_running -= 1
             return scored(0.0)
 
-        async def run() -> None:
-            scoring = make_scoring(judge, max_concurrent=3)
-            await asyncio.gather(*(scoring.score(f"group {i}", make_task(i), some(1)) for i in range(10)))
-
-        asyncio.run(run())
+        scoring = make_scoring(judge, max_concurrent=3)
+        await asyncio.gather(*(scoring.score(f"group {i}", make_task(i), some(1)) for i in range(10)))
         assert most == 3
 
-    def test_a_slow_group_holds_up_no_other(self) -> None:
-        async def run() -> None:
-            slow = asyncio.Event()
+    async def test_a_slow_group_holds_up_no_other(self) -> None:
+        slow = asyncio.Event()
 
-            async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-                if task.source_index == 0:
-                    await slow.wait()
-                return scored(0.0)
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            if task.source_index == 0:
+                await slow.wait()
+            return scored(0.0)
 
-            scoring = make_scoring(judge, max_concurrent=2)
-            first = asyncio.create_task(scoring.score("group 0", make_task(0), some(1)))
-            others = [scoring.score(f"group {i}", make_task(i), some(1)) for i in range(1, 6)]
-            await asyncio.gather(*others)
-            assert not first.done()
-            slow.set()
-            await first
-
-        asyncio.run(run())
+        scoring = make_scoring(judge, max_concurrent=2)
+        first = asyncio.create_task(scoring.score("group 0", make_task(0), some(1)))
+        others = [scoring.score(f"group {i}", make_task(i), some(1)) for i in range(1, 6)]
+        await asyncio.gather(*others)
+        assert not first.done()
+        slow.set()
+        await first
 
     def test_one_refused_connection_costs_an_attempt_and_no_group(self) -> None:
         num_calls = 0
@@ -193,45 +187,39 @@ class TestGroupScoring:
         assert metrics["scoring/num_lost_calls"] == MAX_LOST - 1
         assert metrics["scoring/num_failed_attempts"] == 0
 
-    def test_a_group_that_ends_the_scorer_is_given_up_and_no_other(self) -> None:
+    async def test_a_group_that_ends_the_scorer_is_given_up_and_no_other(self) -> None:
         """Group 0 ends the scorer, with everything that it scores at that moment."""
+        lost = asyncio.Event()
+        num_begun = 0
 
-        async def run() -> None:
-            lost = asyncio.Event()
-            num_begun = 0
-
-            async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-                nonlocal lost, num_begun
-                num_begun += 1
-                mine = lost
-                if task.source_index == 0:
-                    # Others begin meanwhile.
-                    for _ in range(20):
-                        await asyncio.sleep(0)
-                    lost = asyncio.Event()
-                    mine.set()
-                    raise ProcessLost("the scorer (process 7) was gone before it answered")
-                if num_begun <= 4:
-                    await mine.wait()
-                    raise ProcessLost("the scorer (process 7) was gone before it answered")
-                for _ in range(5):
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            nonlocal lost, num_begun
+            num_begun += 1
+            mine = lost
+            if task.source_index == 0:
+                # Others begin meanwhile.
+                for _ in range(20):
                     await asyncio.sleep(0)
-                if mine.is_set():
-                    raise ProcessLost("the scorer (process 8) was gone before it answered")
-                return scored(0.5)
+                lost = asyncio.Event()
+                mine.set()
+                raise ProcessLost("the scorer (process 7) was gone before it answered")
+            if num_begun <= 4:
+                await mine.wait()
+                raise ProcessLost("the scorer (process 7) was gone before it answered")
+            for _ in range(5):
+                await asyncio.sleep(0)
+            if mine.is_set():
+                raise ProcessLost("the scorer (process 8) was gone before it answered")
+            return scored(0.5)
 
-            scoring = make_scoring(judge, max_in_flight=4)
-            groups = (scoring.score(f"group {one}", make_task(one), some(1)) for one in range(4))
-            killer, *others = await asyncio.gather(*groups)
-            assert isinstance(killer, Unscored)
-            assert (
-                "group 0 lost its scorer 6 times, at last: the scorer (process 7) was gone" in killer.reason
-            )
-            assert not any(isinstance(other, Unscored) for other in others)
+        scoring = make_scoring(judge, max_in_flight=4)
+        groups = (scoring.score(f"group {one}", make_task(one), some(1)) for one in range(4))
+        killer, *others = await asyncio.gather(*groups)
+        assert isinstance(killer, Unscored)
+        assert "group 0 lost its scorer 6 times, at last: the scorer (process 7) was gone" in killer.reason
+        assert not any(isinstance(other, Unscored) for other in others)
 
-        asyncio.run(run())
-
-    def test_groups_that_have_lost_a_scorer_are_scored_one_at_a_time(self) -> None:
+    async def test_groups_that_have_lost_a_scorer_are_scored_one_at_a_time(self) -> None:
         seen: set[int] = set()
         num_running = most = 0
 
@@ -247,31 +235,25 @@ class TestGroupScoring:
             num_running -= 1
             return scored(0.5)
 
-        async def run() -> None:
-            scoring = make_scoring(judge, max_in_flight=2)
-            await asyncio.gather(*(scoring.score(f"group {i}", make_task(i), some(1)) for i in range(4)))
-
-        asyncio.run(run())
+        scoring = make_scoring(judge, max_in_flight=2)
+        await asyncio.gather(*(scoring.score(f"group {i}", make_task(i), some(1)) for i in range(4)))
         assert most == 1
 
-    def test_cancelling_ends_it_at_once_and_is_no_failed_attempt(self) -> None:
-        async def run() -> GroupScoring:
-            begun = asyncio.Event()
+    async def test_cancelling_ends_it_at_once_and_is_no_failed_attempt(self) -> None:
+        begun = asyncio.Event()
 
-            async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-                begun.set()
-                await asyncio.Event().wait()
-                raise AssertionError
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            begun.set()
+            await asyncio.Event().wait()
+            raise AssertionError
 
-            scoring = make_scoring(judge)
-            task = asyncio.create_task(scoring.score("group 0", make_task(), some(1)))
-            await begun.wait()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            return scoring
-
-        assert asyncio.run(run()).metrics()["scoring/num_failed_attempts"] == 0
+        scoring = make_scoring(judge)
+        task = asyncio.create_task(scoring.score("group 0", make_task(), some(1)))
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert scoring.metrics()["scoring/num_failed_attempts"] == 0
 
     def test_counts_of_answers_that_overtake_each_other_never_fall(self) -> None:
         counts = iter([5, 3, 4])
@@ -366,31 +348,27 @@ class TestResponseScoring:
 
         assert len(clock.run(run())) == 6
 
-    def test_after_an_error_or_a_cancellation_nothing_more_of_a_group_is_scored(self) -> None:
+    async def test_after_an_error_or_a_cancellation_nothing_more_of_a_group_is_scored(self) -> None:
         gate = threading.Event()
-
-        async def run() -> list[str]:
-            loop = asyncio.get_running_loop()
-            judge = Judge(gate.wait)
-            scoring = ResponseScoring(judge.score, num_workers=1, limit_s=300.0)
-            before = asyncio.create_task(scoring.score(make_task(0), ["before"] * 2))
-            await asyncio.sleep(0)
-            queued = asyncio.create_task(scoring.score(make_task(1), ["queued"] * 8))
-            await asyncio.sleep(0)
-            queued.cancel()
-            await asyncio.wait([queued])
-            gate.set()
-            assert len(await before) == 2
-            judge.error = ConnectionRefusedError("nobody listens")
-            judge.work = lambda: let_work(loop)
-            with pytest.raises(ConnectionRefusedError):
-                await scoring.score(make_task(2), ["failing"] * 8)
-            judge.error = None
-            assert await scoring.score(make_task(3), ["after"])
-            await asyncio.to_thread(scoring.close)
-            return judge.responses
-
-        responses = asyncio.run(run())
+        loop = asyncio.get_running_loop()
+        judge = Judge(gate.wait)
+        scoring = ResponseScoring(judge.score, num_workers=1, limit_s=300.0)
+        before = asyncio.create_task(scoring.score(make_task(0), ["before"] * 2))
+        await asyncio.sleep(0)
+        queued = asyncio.create_task(scoring.score(make_task(1), ["queued"] * 8))
+        await asyncio.sleep(0)
+        queued.cancel()
+        await asyncio.wait([queued])
+        gate.set()
+        assert len(await before) == 2
+        judge.error = ConnectionRefusedError("nobody listens")
+        judge.work = lambda: let_work(loop)
+        with pytest.raises(ConnectionRefusedError):
+            await scoring.score(make_task(2), ["failing"] * 8)
+        judge.error = None
+        assert await scoring.score(make_task(3), ["after"])
+        await asyncio.to_thread(scoring.close)
+        responses = judge.responses
         assert responses.count("queued") == 0
         assert responses.count("failing") <= 2
 

@@ -394,18 +394,14 @@ def test_the_compiler_is_the_one_that_triton_takes(
 
 
 @pytest.mark.procs
-def test_an_agent_looks_at_the_gpus_of_its_host(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_agent_looks_at_the_gpus_of_its_host(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at its own, which are none."""
     make_smi(smi, TABLE)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
-
-    async def look() -> GpuFacts:
-        mesh = spawn_role(this_host(), "agent", num_procs=1)
-        found = await mesh.spawn("agent", HostAgent, smi / "agent.log", 600.0).gpus.call_one()
-        await mesh.stop()
-        return found
-
-    found = asyncio.run(look())
+    mesh = spawn_role(this_host(), "agent", num_procs=1)
+    found = await mesh.spawn("agent", HostAgent, smi / "agent.log", 600.0).gpus.call_one()
+    await mesh.stop()
+    found = found
     assert ([gpu.index for gpu in found.gpus], found.driver_cuda, found.trouble) == ([2, 0], (13, 0), None)
 
 

@@ -140,16 +140,12 @@ class Seen(Actor):
 
 
 @pytest.mark.procs
-def test_procs_of_a_job_with_some_of_a_hosts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_procs_of_a_job_with_some_of_a_hosts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5d12,6")
-
-    async def look() -> list[str]:
-        mesh = spawn_role(this_host(), "seen", num_procs=2, gpus_per_proc=[[2], [0, 1]])
-        answers = await mesh.spawn("seen", Seen).devices.call()
-        await mesh.stop()
-        return [seen for _, seen in answers.items()]
-
-    assert asyncio.run(look()) == ["6", "4,GPU-5d12"]
+    mesh = spawn_role(this_host(), "seen", num_procs=2, gpus_per_proc=[[2], [0, 1]])
+    answers = await mesh.spawn("seen", Seen).devices.call()
+    await mesh.stop()
+    assert ([seen for _, seen in answers.items()]) == ["6", "4,GPU-5d12"]
 
 
 CONTROLLER = """
@@ -338,53 +334,46 @@ def test_hosts_that_are_left_are_called_until_the_run_has_ended(
     clock.run(scenario())
 
 
-def test_a_host_that_ends_during_a_call_is_missed_at_once(
+async def test_a_host_that_ends_during_a_call_is_missed_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call would only end by its deadline."""
     monkeypatch.setattr(job_hosts, "BEAT_S", 0.005)
     monkeypatch.setattr(job_hosts, "LOOK_S", 0.01)
-
-    async def scenario() -> None:
-        launcher = ProcessLauncher(kind="process")
-        hosts = JobHosts(launcher, "test", tmp_path, TimeoutSection(host_s=50.0))
-        process = await asyncio.create_subprocess_exec("sleep", "600")
-        agent = Agent()
-        agent.is_cut_off = True
-        hosts._hosts = {
-            HostRole.TRAINER: [
-                dataclasses.replace(HOSTS[2], agent=cast(HostAgent, agent), worker_pid=process.pid)
-            ]
-        }
-        watching = asyncio.create_task(hosts.watch())
-        while not agent.num_beats:
-            await asyncio.sleep(0.001)
-        process.kill()
-        await process.wait()
-        with pytest.raises(HostLost, match=r"trainer-2 .* is lost: its process has ended"):
-            await watching
-
-    asyncio.run(scenario())
+    launcher = ProcessLauncher(kind="process")
+    hosts = JobHosts(launcher, "test", tmp_path, TimeoutSection(host_s=50.0))
+    process = await asyncio.create_subprocess_exec("sleep", "600")
+    agent = Agent()
+    agent.is_cut_off = True
+    hosts._hosts = {
+        HostRole.TRAINER: [
+            dataclasses.replace(HOSTS[2], agent=cast(HostAgent, agent), worker_pid=process.pid)
+        ]
+    }
+    watching = asyncio.create_task(hosts.watch())
+    while not agent.num_beats:
+        await asyncio.sleep(0.001)
+    process.kill()
+    await process.wait()
+    with pytest.raises(HostLost, match=r"trainer-2 .* is lost: its process has ended"):
+        await watching
 
 
 @pytest.mark.procs
-def test_a_host_of_a_job_acts_through_its_agent(tmp_path: Path) -> None:
-    async def use() -> Path:
-        mesh = spawn_role(this_host(), "agent", num_procs=1)
-        agent = mesh.spawn("agent", HostAgent, tmp_path / "agent.log", 600.0)
-        far = JobHost(id="far", role=HostRole.TRAINER, agent=agent, log_file=tmp_path / "agent.log")
-        folder = await far.make_folder(1000)
-        (folder / "file").touch()
-        await far.remove_files([str(folder / "file")])
-        assert list(folder.iterdir()) == []
-        assert await far.is_running(os.getpid())
-        with pytest.raises(ValueError, match=r"^host far: "):
-            await far.make_folder(2**60)
-        await agent.remove_folders.call_one()
-        await mesh.stop()
-        return folder
-
-    assert not asyncio.run(use()).exists()
+async def test_a_host_of_a_job_acts_through_its_agent(tmp_path: Path) -> None:
+    mesh = spawn_role(this_host(), "agent", num_procs=1)
+    agent = mesh.spawn("agent", HostAgent, tmp_path / "agent.log", 600.0)
+    far = JobHost(id="far", role=HostRole.TRAINER, agent=agent, log_file=tmp_path / "agent.log")
+    folder = await far.make_folder(1000)
+    (folder / "file").touch()
+    await far.remove_files([str(folder / "file")])
+    assert list(folder.iterdir()) == []
+    assert await far.is_running(os.getpid())
+    with pytest.raises(ValueError, match=r"^host far: "):
+        await far.make_folder(2**60)
+    await agent.remove_folders.call_one()
+    await mesh.stop()
+    assert not folder.exists()
 
 
 def test_nothing_is_asked_of_a_host_that_is_lost_to_end_its_procs() -> None:

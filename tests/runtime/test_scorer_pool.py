@@ -157,67 +157,53 @@ def test_responses_wait_while_no_scorer_is_there() -> None:
     run(body)
 
 
-def test_what_is_not_available_is_asked_for_again_and_costs_no_attempt() -> None:
-    async def go() -> None:
-        answers = iter([Unavailable(reason="the judge is down", retry_after_s=0.01)] * 5)
+async def test_what_is_not_available_is_asked_for_again_and_costs_no_attempt() -> None:
+    answers = iter([Unavailable(reason="the judge is down", retry_after_s=0.01)] * 5)
 
-        async def call(
-            task: Task, responses: Sequence[Response], first: int
-        ) -> ScoredResponses | Unavailable:
-            return next(answers, None) or scored(responses)
+    async def call(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses | Unavailable:
+        return next(answers, None) or scored(responses)
 
-        section = ScorerSection(max_attempts=1)
-        pool = ScorerPool([call], section)
-        group = GroupScoring(pool, section).score("group 7", make_task(0), [response("1")])
-        assert await group == (Score(1.0, False),)
-        assert pool.metrics()["score/num_deferred"] == 5
-        assert pool.metrics()["scoring/num_failed_attempts"] == 0
-
-    asyncio.run(go())
+    section = ScorerSection(max_attempts=1)
+    pool = ScorerPool([call], section)
+    group = GroupScoring(pool, section).score("group 7", make_task(0), [response("1")])
+    assert await group == (Score(1.0, False),)
+    assert pool.metrics()["score/num_deferred"] == 5
+    assert pool.metrics()["scoring/num_failed_attempts"] == 0
 
 
-def test_what_never_becomes_available_is_given_up_with_the_reason() -> None:
-    async def go() -> None:
-        async def call(task: Task, responses: Sequence[Response], first: int) -> Unavailable:
-            return Unavailable(reason="the judge is down", retry_after_s=0.01)
+async def test_what_never_becomes_available_is_given_up_with_the_reason() -> None:
+    async def call(task: Task, responses: Sequence[Response], first: int) -> Unavailable:
+        return Unavailable(reason="the judge is down", retry_after_s=0.01)
 
-        section = ScorerSection(max_unavailable_s=0.1)
-        group = GroupScoring(ScorerPool([call], section), section).score(
-            "group 7", make_task(0), [response("1")]
-        )
-        result = await group
-        assert isinstance(result, Unscored)
-        assert (
-            "group 7 was not scored within scorer.max_unavailable_s = 0.1 s: the judge is down"
-            in result.reason
-        )
-
-    asyncio.run(go())
+    section = ScorerSection(max_unavailable_s=0.1)
+    group = GroupScoring(ScorerPool([call], section), section).score("group 7", make_task(0), [response("1")])
+    result = await group
+    assert isinstance(result, Unscored)
+    assert (
+        "group 7 was not scored within scorer.max_unavailable_s = 0.1 s: the judge is down" in result.reason
+    )
 
 
-def test_one_response_without_a_score_costs_the_group_and_ends_the_others_calls() -> None:
-    async def go() -> None:
-        num_ended = 0
+async def test_one_response_without_a_score_costs_the_group_and_ends_the_others_calls() -> None:
+    num_ended = 0
 
-        async def call(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
-            nonlocal num_ended
-            if first == 1:
-                raise ConnectionRefusedError("nobody listens")
-            try:
-                await asyncio.Event().wait()
-            finally:
-                num_ended += 1
-            raise AssertionError
+    async def call(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
+        nonlocal num_ended
+        if first == 1:
+            raise ConnectionRefusedError("nobody listens")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            num_ended += 1
+        raise AssertionError
 
-        section = ScorerSection(max_attempts=2)
-        pool = ScorerPool([call], section, retry_wait_s=0.0)
-        group = GroupScoring(pool, section).score("group 7", make_task(0), [response("1")] * 3)
-        result = await group
-        assert isinstance(result, Unscored)
-        assert "response 1 of group 7 was not scored in 2 attempts" in result.reason
-        while num_ended < 2:
-            await asyncio.sleep(0)
-        assert pool.metrics()["score/num_failed"] == 1
-        assert pool.metrics()["score/num_in_flight"] == 0
-
-    asyncio.run(go())
+    section = ScorerSection(max_attempts=2)
+    pool = ScorerPool([call], section, retry_wait_s=0.0)
+    group = GroupScoring(pool, section).score("group 7", make_task(0), [response("1")] * 3)
+    result = await group
+    assert isinstance(result, Unscored)
+    assert "response 1 of group 7 was not scored in 2 attempts" in result.reason
+    while num_ended < 2:
+        await asyncio.sleep(0)
+    assert pool.metrics()["score/num_failed"] == 1
+    assert pool.metrics()["score/num_in_flight"] == 0

@@ -94,60 +94,47 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervised, "RETRY_S", 0.0)
 
 
-def test_a_scorer_that_scores_nothing_for_too_long_is_replaced() -> None:
+async def test_a_scorer_that_scores_nothing_for_too_long_is_replaced() -> None:
     """It answers its heartbeats: only its calls hang."""
-
-    async def go() -> None:
-        async with started(limit_s=0.1) as world:
-            world.hangs = True
-            with pytest.raises(ProcessLost):
-                await world.score()
-            limits = "2 times its limit: scorer.max_in_flight, scorer.num_workers"
-            assert f"the scorer (process {world.processes[0].pid}) has not scored" in world.told[0]
-            assert f"within 0.2 s ({limits})" in world.told[0]
-            assert "; the controller waits in Scorers.score (forgeasync/" in world.told[0]
-
-    asyncio.run(go())
-
-
-def test_counts_of_lost_scorers_stay() -> None:
-    async def go() -> None:
-        async with started() as world:
-            assert [await world.score() for _ in range(3)] == [1, 2, 3]
-            await world.kill()
-            assert await world.score() == 4
-
-    asyncio.run(go())
-
-
-def test_losses_without_a_scored_response_between_them_end_the_run() -> None:
-    async def go() -> None:
-        async with started(max_restarts=2) as world:
-            for _ in range(2):
-                await world.kill()
-            os.kill(world.scorers.replicas[0].pid, signal.SIGKILL)
-            with pytest.raises(RestartsFail, match=r"restarted 2 times in a row .*has died") as raised:
-                await world.watching
-            assert "scorer.max_restarts" in str(raised.value)
-            with pytest.raises(ProcessLost):
-                await world.score()
-
-    asyncio.run(go())
-
-
-def test_a_scored_response_gives_the_budget_back_and_a_failed_start_takes_of_it() -> None:
-    async def go() -> None:
-        async with started(max_restarts=2) as world:
-            world.fails_to_start = lambda number: number in (1, 3)
-            for _ in range(2):
-                await world.score()
-                await world.kill()
+    async with started(limit_s=0.1) as world:
+        world.hangs = True
+        with pytest.raises(ProcessLost):
             await world.score()
-            assert world.num_spawned == 5
-            world.fails_to_start = lambda number: True
-            os.kill(world.scorers.replicas[0].pid, signal.SIGKILL)
-            with pytest.raises(RestartsFail, match="could not be started: no such module"):
-                await world.watching
-            assert len(world.faults.open) == 1, "it was not recovered from"
+        limits = "2 times its limit: scorer.max_in_flight, scorer.num_workers"
+        assert f"the scorer (process {world.processes[0].pid}) has not scored" in world.told[0]
+        assert f"within 0.2 s ({limits})" in world.told[0]
+        assert "; the controller waits in Scorers.score (forgeasync/" in world.told[0]
 
-    asyncio.run(go())
+
+async def test_counts_of_lost_scorers_stay() -> None:
+    async with started() as world:
+        assert [await world.score() for _ in range(3)] == [1, 2, 3]
+        await world.kill()
+        assert await world.score() == 4
+
+
+async def test_losses_without_a_scored_response_between_them_end_the_run() -> None:
+    async with started(max_restarts=2) as world:
+        for _ in range(2):
+            await world.kill()
+        os.kill(world.scorers.replicas[0].pid, signal.SIGKILL)
+        with pytest.raises(RestartsFail, match=r"restarted 2 times in a row .*has died") as raised:
+            await world.watching
+        assert "scorer.max_restarts" in str(raised.value)
+        with pytest.raises(ProcessLost):
+            await world.score()
+
+
+async def test_a_scored_response_gives_the_budget_back_and_a_failed_start_takes_of_it() -> None:
+    async with started(max_restarts=2) as world:
+        world.fails_to_start = lambda number: number in (1, 3)
+        for _ in range(2):
+            await world.score()
+            await world.kill()
+        await world.score()
+        assert world.num_spawned == 5
+        world.fails_to_start = lambda number: True
+        os.kill(world.scorers.replicas[0].pid, signal.SIGKILL)
+        with pytest.raises(RestartsFail, match="could not be started: no such module"):
+            await world.watching
+        assert len(world.faults.open) == 1, "it was not recovered from"

@@ -236,237 +236,201 @@ def never() -> Coroutine[None, None, bool]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
-def test_a_process_that_is_gone_is_named_killed_and_replaced(user: User, number: signal.Signals) -> None:
+async def test_a_process_that_is_gone_is_named_killed_and_replaced(
+    user: User, number: signal.Signals
+) -> None:
     is_stopped = number is signal.SIGSTOP
-
-    async def go() -> None:
-        async with started(user, heartbeat_s=SILENCE_S if is_stopped else 3600.0) as world:
-            first = world.pool.at(0)
-            calls = [asyncio.ensure_future(first.call(never)) for _ in range(2)]
-            other = asyncio.ensure_future(world.pool.at(1).call(never))
-            await asyncio.sleep(0)
-            os.kill(first.pid, number)
-            await asyncio.wait(calls)
-            for call in calls:
-                with pytest.raises(ProcessLost, match=rf"{user.who} \(process {first.pid}\) is gone"):
-                    call.result()
-            with pytest.raises(ProcessLost):
-                await first.call(never)
-            first.lose("is lost, which is no news")
-            await world.until(lambda: not world.faults.open and world.num_stopped == 1)
-            assert not other.done(), "calls to others go on"
-            assert await world.pool.at(0).call(world.pool.at(0).actor.work.call_one) == user.answer
-            counts = world.faults.metrics()
-            role = user.role.value
-            assert counts[f"faults/detected_{role}"] == counts[f"faults/recovered_{role}"] == 1
-            why = f"has not answered for {user.key} = 1 s" if is_stopped else "has died"
-            assert f"{user.who} (process {first.pid}) {why}" in world.told[0]
-            assert (f"MainThread in {CALL} (" in world.told[0]) == is_stopped
-            assert f"was replaced by process {world.pids()[0]}" in world.told[1]
-            assert {one.rank: one.pid for one in world.listing.entries} == world.pids()
-            (dead,) = (one for one in world.processes if one.pid == first.pid)
-            assert dead.popen.wait() < 0, "also one that had stopped"
-            assert not marked_processes(dead.mark), "nothing that it has started is left"
-            other.cancel()
-
-    asyncio.run(go())
+    async with started(user, heartbeat_s=SILENCE_S if is_stopped else 3600.0) as world:
+        first = world.pool.at(0)
+        calls = [asyncio.ensure_future(first.call(never)) for _ in range(2)]
+        other = asyncio.ensure_future(world.pool.at(1).call(never))
+        await asyncio.sleep(0)
+        os.kill(first.pid, number)
+        await asyncio.wait(calls)
+        for call in calls:
+            with pytest.raises(ProcessLost, match=rf"{user.who} \(process {first.pid}\) is gone"):
+                call.result()
+        with pytest.raises(ProcessLost):
+            await first.call(never)
+        first.lose("is lost, which is no news")
+        await world.until(lambda: not world.faults.open and world.num_stopped == 1)
+        assert not other.done(), "calls to others go on"
+        assert await world.pool.at(0).call(world.pool.at(0).actor.work.call_one) == user.answer
+        counts = world.faults.metrics()
+        role = user.role.value
+        assert counts[f"faults/detected_{role}"] == counts[f"faults/recovered_{role}"] == 1
+        why = f"has not answered for {user.key} = 1 s" if is_stopped else "has died"
+        assert f"{user.who} (process {first.pid}) {why}" in world.told[0]
+        assert (f"MainThread in {CALL} (" in world.told[0]) == is_stopped
+        assert f"was replaced by process {world.pids()[0]}" in world.told[1]
+        assert {one.rank: one.pid for one in world.listing.entries} == world.pids()
+        (dead,) = (one for one in world.processes if one.pid == first.pid)
+        assert dead.popen.wait() < 0, "also one that had stopped"
+        assert not marked_processes(dead.mark), "nothing that it has started is left"
+        other.cancel()
 
 
-def test_a_call_that_fails_with_its_process_is_a_loss(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_fails_with_its_process_is_a_loss(
+    user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Monarch knows of an end that nothing else shows."""
     monkeypatch.setattr(supervised, "SEEN_S", 0.0)
 
     async def fails() -> None:
         raise SupervisionError("the proc has stopped")
 
-    async def go() -> None:
-        async with started(user) as world:
-            with pytest.raises(ProcessLost):
-                await world.pool.at(0).call(fails)
-            assert "is gone, as a call has shown" in world.told[0]
-            await world.until(lambda: not world.faults.open)
-
-    asyncio.run(go())
+    async with started(user) as world:
+        with pytest.raises(ProcessLost):
+            await world.pool.at(0).call(fails)
+        assert "is gone, as a call has shown" in world.told[0]
+        await world.until(lambda: not world.faults.open)
 
 
-def test_a_call_that_fails_by_itself_is_no_loss(user: User) -> None:
+async def test_a_call_that_fails_by_itself_is_no_loss(user: User) -> None:
     async def fails() -> None:
         raise ValueError("one response")
 
-    async def go() -> None:
-        async with started(user) as world:
-            with pytest.raises(ValueError, match="one response"):
-                await world.pool.at(0).call(fails)
-            assert not world.told
-
-    asyncio.run(go())
+    async with started(user) as world:
+        with pytest.raises(ValueError, match="one response"):
+            await world.pool.at(0).call(fails)
+        assert not world.told
 
 
-def test_a_start_that_fails_is_repeated(user: User) -> None:
-    async def go() -> None:
-        async with started(user) as world:
-            world.fails_to_start = lambda number: number == NUM_PLACES
-            os.kill(world.pids()[0], signal.SIGKILL)
-            await world.until(lambda: world.num_spawned == NUM_PLACES + 2 and not world.faults.open)
-            assert len(world.pids()) == NUM_PLACES
-
-    asyncio.run(go())
+async def test_a_start_that_fails_is_repeated(user: User) -> None:
+    async with started(user) as world:
+        world.fails_to_start = lambda number: number == NUM_PLACES
+        os.kill(world.pids()[0], signal.SIGKILL)
+        await world.until(lambda: world.num_spawned == NUM_PLACES + 2 and not world.faults.open)
+        assert len(world.pids()) == NUM_PLACES
 
 
-def test_starts_that_fail_again_and_again_end_the_run(user: User) -> None:
-    async def go() -> None:
-        async with started(user) as world:
-            world.fails_to_start = lambda number: True
-            os.kill(world.pids()[0], signal.SIGKILL)
-            assert world.watching is not None
-            with pytest.raises(RestartsFail, match=user.gives_up + "no such module"):
-                await world.watching
-            assert world.num_spawned == NUM_PLACES + user.num_failures
-            assert len(world.faults.open) == 1, "it was not recovered from"
-
-    asyncio.run(go())
+async def test_starts_that_fail_again_and_again_end_the_run(user: User) -> None:
+    async with started(user) as world:
+        world.fails_to_start = lambda number: True
+        os.kill(world.pids()[0], signal.SIGKILL)
+        assert world.watching is not None
+        with pytest.raises(RestartsFail, match=user.gives_up + "no such module"):
+            await world.watching
+        assert world.num_spawned == NUM_PLACES + user.num_failures
+        assert len(world.faults.open) == 1, "it was not recovered from"
 
 
-def test_the_first_start_that_fails_is_told_as_it_is(user: User) -> None:
-    async def go() -> None:
-        world = World(user, heartbeat_s=3600.0)
-        world.fails_to_start = lambda number: number == 1
-        with pytest.raises(ValueError, match="no such module"):
-            await world.pool.start(NUM_PLACES)
-        await world.pool.close()
-        for one in world.processes:
-            await LocalHost(LOCAL_HOST_ID, []).kill(one.pid)
-            one.popen.wait()
-
-    asyncio.run(go())
+async def test_the_first_start_that_fails_is_told_as_it_is(user: User) -> None:
+    world = World(user, heartbeat_s=3600.0)
+    world.fails_to_start = lambda number: number == 1
+    with pytest.raises(ValueError, match="no such module"):
+        await world.pool.start(NUM_PLACES)
+    await world.pool.close()
+    for one in world.processes:
+        await LocalHost(LOCAL_HOST_ID, []).kill(one.pid)
+        one.popen.wait()
 
 
-def test_a_process_that_is_starting_is_ended_with_the_others(user: User) -> None:
-    async def go() -> None:
-        async with started(user) as world:
-            world.starts_slowly = lambda number: True
-            os.kill(world.pids()[0], signal.SIGKILL)
-            await world.until(lambda: len(world.processes) == NUM_PLACES + 1)
-
-    asyncio.run(go())
+async def test_a_process_that_is_starting_is_ended_with_the_others(user: User) -> None:
+    async with started(user) as world:
+        world.starts_slowly = lambda number: True
+        os.kill(world.pids()[0], signal.SIGKILL)
+        await world.until(lambda: len(world.processes) == NUM_PLACES + 1)
 
 
-def test_a_process_that_is_silent_at_the_end_is_killed(user: User) -> None:
-    async def go() -> None:
-        async with started(user) as world:
-            silent = world.pool.at(0)
-            os.kill(silent.pid, signal.SIGSTOP)
-            await world.until(lambda: silent.heartbeat.is_late)
-        assert not world.told, "which is no loss"
-
-    asyncio.run(go())
+async def test_a_process_that_is_silent_at_the_end_is_killed(user: User) -> None:
+    async with started(user) as world:
+        silent = world.pool.at(0)
+        os.kill(silent.pid, signal.SIGSTOP)
+        await world.until(lambda: silent.heartbeat.is_late)
+    assert not world.told, "which is no loss"
 
 
-def test_a_call_that_the_end_cuts_off_is_no_loss(user: User) -> None:
-    async def go() -> None:
-        async with started(user) as world:
-            assert world.watching is not None
-            world.watching.cancel()
-            has_ended = asyncio.Event()
+async def test_a_call_that_the_end_cuts_off_is_no_loss(user: User) -> None:
+    async with started(user) as world:
+        assert world.watching is not None
+        world.watching.cancel()
+        has_ended = asyncio.Event()
 
-            async def cut_off() -> None:
-                await has_ended.wait()
-                raise SupervisionError("the proc has stopped")
+        async def cut_off() -> None:
+            await has_ended.wait()
+            raise SupervisionError("the proc has stopped")
 
-            call = asyncio.ensure_future(world.pool.at(0).call(cut_off))
-            await asyncio.sleep(0)
-            closing = asyncio.ensure_future(world.pool.close())
-            await asyncio.sleep(0)
-            has_ended.set()
-            await closing
-            call.cancel()
-            with contextlib.suppress(ProcessLost, asyncio.CancelledError):
-                await call
-            assert not world.told and world.num_spawned == NUM_PLACES
-
-    asyncio.run(go())
+        call = asyncio.ensure_future(world.pool.at(0).call(cut_off))
+        await asyncio.sleep(0)
+        closing = asyncio.ensure_future(world.pool.close())
+        await asyncio.sleep(0)
+        has_ended.set()
+        await closing
+        call.cancel()
+        with contextlib.suppress(ProcessLost, asyncio.CancelledError):
+            await call
+        assert not world.told and world.num_spawned == NUM_PLACES
 
 
 # --- Heartbeats ---
 
 
-def test_a_heartbeat_counts_silence_and_not_a_controller_that_stood_still(
+async def test_a_heartbeat_counts_silence_and_not_a_controller_that_stood_still(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()
     now_s = 1000.0
     monkeypatch.setattr(supervised.time, "monotonic", lambda: now_s)
+    num_answers, is_well, answers = 0, True, asyncio.Event()
 
-    async def go() -> None:
+    async def beat() -> int:
+        nonlocal num_answers
+        if not is_well:
+            await answers.wait()
+        num_answers += 1
+        return num_answers
+
+    heartbeat = Heartbeat(beat, limit_s=8.0, key="a.heartbeat_s")
+
+    async def look(passed_s: float) -> str | None:
         nonlocal now_s
-        num_answers, is_well, answers = 0, True, asyncio.Event()
+        now_s += passed_s
+        what = heartbeat.look()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return what
 
-        async def beat() -> int:
-            nonlocal num_answers
-            if not is_well:
-                await answers.wait()
-            num_answers += 1
-            return num_answers
-
-        heartbeat = Heartbeat(beat, limit_s=8.0, key="a.heartbeat_s")
-
-        async def look(passed_s: float) -> str | None:
-            nonlocal now_s
-            now_s += passed_s
-            what = heartbeat.look()
-            for _ in range(3):
-                await asyncio.sleep(0)
-            return what
-
-        for _ in range(100):
-            assert await look(supervised.LOOK_S) is None
-        assert heartbeat.last is not None and heartbeat.last > 10, "asked again and again"
-        is_well = False
-        for _ in range(5):
-            # As after a stop of this process for an hour.
-            assert await look(3600.0) is None
-        silent = [await look(supervised.LOOK_S) for _ in range(16)]
-        assert silent[0] is None and silent[-1] == "has not answered for a.heartbeat_s = 8 s"
-        answers.set()
-        await asyncio.sleep(0)
-        await look(supervised.LOOK_S)
-        assert await look(supervised.LOOK_S) is None, "it has answered"
-
-    asyncio.run(go())
+    for _ in range(100):
+        assert await look(supervised.LOOK_S) is None
+    assert heartbeat.last is not None and heartbeat.last > 10, "asked again and again"
+    is_well = False
+    for _ in range(5):
+        # As after a stop of this process for an hour.
+        assert await look(3600.0) is None
+    silent = [await look(supervised.LOOK_S) for _ in range(16)]
+    assert silent[0] is None and silent[-1] == "has not answered for a.heartbeat_s = 8 s"
+    answers.set()
+    await asyncio.sleep(0)
+    await look(supervised.LOOK_S)
+    assert await look(supervised.LOOK_S) is None, "it has answered"
 
 
 # --- The buffer ---
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_buffer_that_is_gone_is_a_fault_that_ends_the_run(number: signal.Signals) -> None:
-    async def go() -> None:
-        async with watched_buffer(SILENCE_S if number is signal.SIGSTOP else 3600.0) as (watch, faults, pid):
-            watching = asyncio.create_task(watch.watch())
-            os.kill(pid, number)
-            with pytest.raises(ActorDied, match=rf"the buffer \(process {pid}\) is gone"):
-                await watching
-            (fault,) = faults.open
-            silent = "has not answered for buffer.heartbeat_s = 1 s"
-            assert fault.role is Role.BUFFER
-            assert fault.what == (silent if number is signal.SIGSTOP else "has died")
-
-    asyncio.run(go())
+async def test_a_buffer_that_is_gone_is_a_fault_that_ends_the_run(number: signal.Signals) -> None:
+    async with watched_buffer(SILENCE_S if number is signal.SIGSTOP else 3600.0) as (watch, faults, pid):
+        watching = asyncio.create_task(watch.watch())
+        os.kill(pid, number)
+        with pytest.raises(ActorDied, match=rf"the buffer \(process {pid}\) is gone"):
+            await watching
+        (fault,) = faults.open
+        silent = "has not answered for buffer.heartbeat_s = 1 s"
+        assert fault.role is Role.BUFFER
+        assert fault.what == (silent if number is signal.SIGSTOP else "has died")
 
 
-def test_a_buffer_that_has_just_ended_the_run_in_another_way_is_noted_at_the_end() -> None:
+async def test_a_buffer_that_has_just_ended_the_run_in_another_way_is_noted_at_the_end() -> None:
     """A call to the buffer fails before anybody looks at its process."""
-
-    async def go() -> None:
-        async with watched_buffer(3600.0) as (watch, faults, pid):
-            os.kill(pid, signal.SIGKILL)
-            while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                await asyncio.sleep(0.01)
-            await watch.close()
-            await watch.close()
-            assert [fault.role for fault in faults.open] == [Role.BUFFER]
-
-    asyncio.run(go())
+    async with watched_buffer(3600.0) as (watch, faults, pid):
+        os.kill(pid, signal.SIGKILL)
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.01)
+        await watch.close()
+        await watch.close()
+        assert [fault.role for fault in faults.open] == [Role.BUFFER]
 
 
 @contextlib.asynccontextmanager

@@ -117,21 +117,18 @@ def test_an_answer_that_is_late_counts_as_none() -> None:
     assert engines.num_live == 0
 
 
-def test_groups_beyond_the_room_wait() -> None:
-    async def act() -> None:
-        engines = Engines([NEW] * 6)
-        one = teaching(engines, room=2)
-        engines.hold = asyncio.Event()
-        waiting = (one.teach(number, TASK, ROLLOUTS) for number in range(6))  # type: ignore[arg-type]
-        groups = [asyncio.create_task(each) for each in waiting]
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert engines.num_live == 2 * len(ROLLOUTS)
-        engines.hold.set()
-        assert await asyncio.gather(*groups) == [NEW] * 6
-        assert engines.most_live == 2 * len(ROLLOUTS)
-
-    asyncio.run(act())
+async def test_groups_beyond_the_room_wait() -> None:
+    engines = Engines([NEW] * 6)
+    one = teaching(engines, room=2)
+    engines.hold = asyncio.Event()
+    waiting = (one.teach(number, TASK, ROLLOUTS) for number in range(6))  # type: ignore[arg-type]
+    groups = [asyncio.create_task(each) for each in waiting]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert engines.num_live == 2 * len(ROLLOUTS)
+    engines.hold.set()
+    assert await asyncio.gather(*groups) == [NEW] * 6
+    assert engines.most_live == 2 * len(ROLLOUTS)
 
 
 class Server:
