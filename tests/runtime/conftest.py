@@ -2,12 +2,11 @@
 
 import asyncio
 import inspect
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 
 import pytest
 
 from forgeasync.testing import HandTime, VirtualTime
-from tests.support.replicas import looking_often
 
 
 @pytest.hookimpl(wrapper=True)
@@ -29,10 +28,3 @@ def virtual_time() -> VirtualTime:
 def hand_time() -> HandTime:
     """Has the test run where timers expire as the test moves this clock."""
     return HandTime()
-
-
-@pytest.fixture
-def quickly() -> Iterator[None]:
-    """Supervised processes that are gone are noticed at once, and replaced."""
-    with looking_often():
-        yield

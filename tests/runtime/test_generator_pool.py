@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from monarch.actor import ActorError
 
 from forgeasync.buffer import DropReason
 from forgeasync.config import SamplingSection, TimeoutSection
@@ -13,7 +14,6 @@ from forgeasync.runtime import CancelledGroup, GroupGivenUp, RefusedGroup, Repli
 from forgeasync.waiting import DeadlineExceeded
 from tests.support.replicas import ReplicaWorld, generators_of
 from tests.support.rollouts import make_stored_rollout
-from tests.support.standing_still import CALL
 
 SAMPLING = SamplingSection(max_response_tokens=8)
 PROMPT = np.arange(3, dtype=np.int32)
@@ -30,6 +30,18 @@ def running(world: ReplicaWorld) -> dict[int, int]:
     return {group: number for number, one in world.generators.items() for group in one.running}
 
 
+async def replaced(world: ReplicaWorld, by: int = 2) -> None:
+    """Wait for the generator that takes the place of a lost one."""
+    await world.until(lambda: by in world.generators and world.state(by) is ReplicaState.HEALTHY)
+
+
+async def finished(world: ReplicaWorld, groups: "list[asyncio.Task[object]]") -> None:
+    """Let groups end, wherever they are."""
+    for one in world.generators.values():
+        one.is_released.set()
+    assert await asyncio.gather(*groups) == [()] * len(groups)
+
+
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_generator_that_is_gone_is_replaced_and_its_groups_go_on_elsewhere(
     sent: signal.Signals,
@@ -38,7 +50,7 @@ async def test_a_generator_that_is_gone_is_replaced_and_its_groups_go_on_elsewhe
         groups = [sample(world, group) for group in range(4)]
         await world.until(lambda: len(running(world)) == 4)
         assert sorted(running(world).values()) == [0, 0, 1, 1]
-        pid = world.generators[0].process.pid
+        assert sum(one.num_generated_tokens for one in await world.router.stats()) == 20
         world.kill(0, sent)
         if sent is signal.SIGSTOP:
             replica = world.pool.replicas[0]
@@ -48,27 +60,17 @@ async def test_a_generator_that_is_gone_is_replaced_and_its_groups_go_on_elsewhe
             await world.until(lambda: world.state(0) is ReplicaState.SUSPECT)
             replica.heartbeat.silent_s += 600.0
         await world.until(lambda: world.state(0) is ReplicaState.DEAD)
-        assert (f"MainThread in {CALL} (" in world.told[0]) == (sent is signal.SIGSTOP)
         if sent is signal.SIGSTOP:
             assert "; the controller waits in GeneratorRouter.sample_group (forgeasync/" in world.told[0]
             assert "(4 of these)" in world.told[0]
-        await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
-        assert world.generators[0].process.wait() == -signal.SIGKILL, "also one that has stopped"
-        for one in world.generators.values():
-            one.is_released.set()
-        assert await asyncio.gather(*groups) == [()] * 4
+        await replaced(world)
+        await finished(world, groups)
         # Each group was sampled with its own prompt and seed, those of the lost one twice.
         sampled = [call for call, _, when in world.log if call.startswith("sample")]
         assert sorted(sampled) == sorted(f"sample {group} [0, 1, 2] 11" for group in (0, 1, 2, 3, *(0, 2)))
-        metrics = world.faults.metrics()
-        assert metrics["faults/detected_generator"] == metrics["faults/recovered_generator"] == 1
         assert world.router.metrics()["generator/num_moved_groups"] == 2
-        assert {one.pid for one in world.listing.entries} == {
-            world.generators[1].process.pid,
-            world.generators[2].process.pid,
-        }
-        await world.until(lambda: world.num_stopped == 1)
-        assert pid != world.generators[2].process.pid
+        tokens = [one.num_generated_tokens for one in await world.router.stats()]
+        assert sum(tokens) == 30, "those of the lost one still count"
 
 
 @pytest.mark.parametrize("has_group", [False, True])
@@ -79,15 +81,11 @@ async def test_only_what_was_in_flight_is_said_to_be_lost(
     async with generators_of(("a", "a"), folders=[tmp_path]) as world:
         for replica in world.pool.replicas:
             replica.spawned.in_flight = tmp_path / "nothing"
-        group = sample(world, 5) if has_group else None
-        if group is not None:
-            await world.until(lambda: 5 in running(world))
+        groups = [sample(world, 5)] * has_group
+        await world.until(lambda: len(running(world)) == len(groups))
         world.kill(0)
-        await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
-        for generator in world.generators.values():
-            generator.is_released.set()
-        if group is not None:
-            assert await group == ()
+        await replaced(world)
+        await finished(world, groups)
     assert ("what it had in flight is lost" in caplog.text) == has_group
 
 
@@ -100,7 +98,7 @@ async def test_a_group_that_ends_generators_is_given_up() -> None:
         answer = await group
         assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.LOST
         assert answer.problem is not None and "sampling group 5" in answer.problem
-        await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
+        await replaced(world)
 
 
 @pytest.mark.usefixtures("virtual_time")
@@ -161,9 +159,7 @@ async def test_one_that_joins_is_given_groups_after_its_update(tmp_path: Path) -
         groups.append(sample(world, 3))
         await world.until(lambda: running(world).get(3) == 2)
         assert not world.faults.open
-        for one in world.generators.values():
-            one.is_released.set()
-        assert await asyncio.gather(*groups) == [()] * 4
+        await finished(world, groups)
 
 
 async def test_what_a_lost_generator_has_left_is_freed(tmp_path: Path) -> None:
@@ -188,14 +184,6 @@ async def test_what_a_lost_generator_has_left_is_freed(tmp_path: Path) -> None:
         assert not (tmp_path / "second").exists(), "by its host"
 
 
-async def test_counters_of_lost_generators_still_count() -> None:
-    async with generators_of(("a", "a")) as world:
-        assert sum(one.num_generated_tokens for one in await world.router.stats()) == 20
-        world.kill(0)
-        await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
-        assert sum(one.num_generated_tokens for one in await world.router.stats()) == 30
-
-
 async def test_one_that_is_slow_gets_no_groups_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_replicas, "SUSPECT_S", 0.1)
     monkeypatch.setattr(slow_replicas, "REPLACE_S", 3600.0)
@@ -209,15 +197,11 @@ async def test_one_that_is_slow_gets_no_groups_and_is_replaced(monkeypatch: pyte
         assert sorted(running(world).values()) == [0, 0, 0, 1], "a suspect gets no new groups"
         monkeypatch.setattr(slow_replicas, "REPLACE_S", 0.2)
         await world.until(lambda: world.state(1) is ReplicaState.DEAD)
-        await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
+        await replaced(world)
         await world.until(lambda: sum(group in running(world) for group in (1, 2, 3, 4)) == 4)
-        for generator in world.generators.values():
-            generator.is_released.set()
-        assert await asyncio.gather(*groups) == [()] * 4
+        await finished(world, groups)
         limit = "(generator.slow_factor = 3)"
         assert f"is slow: its steps take 5.0 times as long as those of its peers {limit}" in world.told[0]
-        metrics = world.faults.metrics()
-        assert metrics["faults/detected_generator"] == metrics["faults/recovered_generator"] == 1
 
 
 async def test_a_suspect_is_healthy_again_once_it_answers() -> None:
@@ -232,8 +216,6 @@ async def test_a_dead_engine_in_a_process_that_lives_is_replaced() -> None:
         """As vLLM's."""
 
     async with generators_of(("a",)) as world:
-        from monarch.actor import ActorError
-
         error = ActorError.__new__(ActorError)
         error.exception = EngineDeadError()
 

@@ -64,46 +64,82 @@ def make_scoring(
     return GroupScoring(pool, section, compares=lambda task: True)
 
 
+class Answers:
+    """A scorer whose calls have the given answers, the last one again and again; an exception is raised."""
+
+    def __init__(self, *answers: ScoredResponses | Exception) -> None:
+        self._answers = answers
+        self.asked: list[tuple[Task, Sequence[Response]]] = []
+
+    async def __call__(self, task: Task, responses: Sequence[Response]) -> ScoredResponses:
+        self.asked.append((task, responses))
+        answer = self._answers[min(len(self.asked), len(self._answers)) - 1]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Busy:
+    """How many calls run at once."""
+
+    def __init__(self) -> None:
+        self.num_running = self.most = 0
+
+    async def __call__(self, task: Task, responses: Sequence[Response]) -> ScoredResponses:
+        self.num_running += 1
+        self.most = max(self.most, self.num_running)
+        await some_turns()
+        self.num_running -= 1
+        return scored(0.5)
+
+
+async def some_turns(num: int = 5) -> None:
+    for _ in range(num):
+        await asyncio.sleep(0)
+
+
+async def score_groups(scoring: GroupScoring, *numbers: int) -> list[object]:
+    """Groups of one response, side by side."""
+    return await asyncio.gather(*(scoring.score(f"group {i}", make_task(i), some(1)) for i in numbers))
+
+
 class TestScore:
     @pytest.mark.parametrize(
-        ("value", "said"),
-        [(math.nan, "nan"), (math.inf, "inf"), ("1.0", "'1.0'"), (None, "None"), (True, "True")],
+        ("fields", "message"),
+        [
+            ({"value": math.nan}, "nan"),
+            ({"value": math.inf}, "inf"),
+            ({"value": "1.0"}, "'1.0'"),
+            ({"value": None}, "None"),
+            ({"value": True}, "True"),
+            # What no float can hold, and what none in 32 bits can.
+            ({"value": 10**400}, "finite"),
+            ({"value": 1e39}, "a score must be finite, at most 1e"),
+            # Correctness is said, and not guessed from the value.
+            ({"value": 1.0, "is_correct": 1}, "is_correct"),
+            *(
+                (
+                    {"value": 1.0, "penalties": {"tools": 0.5, "format": one}},
+                    "penalties.*'format'|'format' in p",
+                )
+                for one in (-0.1, math.nan, math.inf, True, "1")
+            ),
+        ],
     )
-    def test_what_is_no_finite_number_is_refused_by_name(self, value: object, said: str) -> None:
-        with pytest.raises(ValueError, match=said):
-            Score(value=value, is_correct=False)
+    def test_what_is_no_score_is_refused_by_name(self, fields: dict[str, object], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            Score(**({"is_correct": False} | fields))
 
-    def test_what_no_float_can_hold_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="finite"):
-            Score(value=10**400, is_correct=False)
-        with pytest.raises(ValueError, match="a score must be finite, at most 1e"):
-            Score(value=1e39, is_correct=False)
-
-    def test_correctness_is_said_and_not_guessed_from_the_value(self) -> None:
-        assert Score(value=-3, is_correct=True).is_correct
-        with pytest.raises(ValueError, match="is_correct"):
-            Score(value=1.0, is_correct=1)
-
-    def test_numbers_of_numpy_are_numbers(self) -> None:
+    def test_numbers_of_numpy_are_numbers_and_a_low_score_may_be_correct(self) -> None:
         assert type(Score(value=np.float32(0.5), is_correct=False).value) is float, "as files are written"
+        assert Score(value=-3, is_correct=True).is_correct
 
 
 class TestGroupScoring:
     async def test_groups_are_scored_side_by_side_up_to_the_bound(self) -> None:
-        num_running, most = 0, 0
-
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            nonlocal num_running, most
-            num_running += 1
-            most = max(most, num_running)
-            for _ in range(5):
-                await asyncio.sleep(0)
-            num_running -= 1
-            return scored(0.0)
-
-        scoring = make_scoring(judge, max_concurrent=3)
-        await asyncio.gather(*(scoring.score(f"group {i}", make_task(i), some(1)) for i in range(10)))
-        assert most == 3
+        busy = Busy()
+        await score_groups(make_scoring(busy, max_concurrent=3), *range(10))
+        assert busy.most == 3
 
     async def test_a_slow_group_holds_up_no_other(self) -> None:
         slow = asyncio.Event()
@@ -114,25 +150,15 @@ class TestGroupScoring:
             return scored(0.0)
 
         scoring = make_scoring(judge, max_concurrent=2)
-        first = asyncio.create_task(scoring.score("group 0", make_task(0), some(1)))
-        others = [scoring.score(f"group {i}", make_task(i), some(1)) for i in range(1, 6)]
-        await asyncio.gather(*others)
+        first = asyncio.create_task(score_groups(scoring, 0))
+        await score_groups(scoring, *range(1, 6))
         assert not first.done()
         slow.set()
         await first
 
-    def test_one_refused_connection_costs_an_attempt_and_no_group(self) -> None:
-        num_calls = 0
-
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls == 1:
-                raise ConnectionRefusedError("nobody listens")
-            return scored(0.5, 2.0)
-
-        scoring = make_scoring(judge)
-        scores = asyncio.run(scoring.score("group 7", make_task(), some(2)))
+    async def test_one_refused_connection_costs_an_attempt_and_no_group(self) -> None:
+        scoring = make_scoring(Answers(ConnectionRefusedError("nobody listens"), scored(0.5, 2.0)))
+        scores = await scoring.score("group 7", make_task(), some(2))
         assert scores == (Score(value=0.5, is_correct=False), Score(value=2.0, is_correct=True))
         assert scoring.metrics()["scoring/num_failed_attempts"] == 1
 
@@ -141,48 +167,29 @@ class TestGroupScoring:
         [
             (ConnectionRefusedError("nobody listens"), "ConnectionRefusedError: nobody listens"),
             (TimeoutError(), "TimeoutError"),
-            (
-                RuntimeError("Traceback\n  line 1\nValueError: deep down"),
-                "ValueError: deep down",
-            ),
+            (RuntimeError("Traceback\n  line 1\nValueError: deep down"), "ValueError: deep down"),
             (scored(1.0), "group 17 has 2 responses, and the scorer gave 1 scores"),
             (scored(1.0, 1.0, 1.0), "group 17 has 2 responses, and the scorer gave 3 scores"),
             (ScoredResponses(scores=(1.0, math.nan), counts=VerifierCounts()), "1.0, which is no Score"),
         ],
     )
-    def test_what_always_fails_is_given_up_with_group_and_reason(
+    async def test_what_always_fails_is_given_up_with_group_and_reason(
         self, answer: Exception | ScoredResponses, reason: str
     ) -> None:
-        num_calls = 0
-
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            nonlocal num_calls
-            num_calls += 1
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
+        judge = Answers(answer)
         scoring = make_scoring(judge, max_attempts=4)
-        result = asyncio.run(scoring.score("group 17", make_task(), some(2)))
+        result = await scoring.score("group 17", make_task(), some(2))
         assert isinstance(result, Unscored)
         assert "group 17 was not scored in 4 attempts" in result.reason and reason in result.reason
-        assert num_calls == 4 == scoring.metrics()["scoring/num_failed_attempts"]
+        assert len(judge.asked) == 4 == scoring.metrics()["scoring/num_failed_attempts"]
 
-    def test_a_loss_of_the_scorer_is_no_attempt_and_the_same_responses_are_scored_again(self) -> None:
-        asked: list[tuple[Task, Sequence[Response]]] = []
-
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            asked.append((task, responses))
-            if len(asked) < MAX_LOST:
-                raise ProcessLost("gone")
-            return scored(0.5)
-
+    async def test_a_loss_of_the_scorer_is_no_attempt_and_the_same_responses_are_scored_again(self) -> None:
+        judge = Answers(*[ProcessLost("gone")] * (MAX_LOST - 1), scored(0.5))
         scoring = make_scoring(judge, max_attempts=1)
         responses = some(1)
-        assert asyncio.run(scoring.score("group 3", make_task(), responses)) == (
-            Score(value=0.5, is_correct=False),
-        )
-        assert asked == [(make_task(), responses)] * MAX_LOST
+        scores = await scoring.score("group 3", make_task(), responses)
+        assert scores == (Score(value=0.5, is_correct=False),)
+        assert judge.asked == [(make_task(), responses)] * MAX_LOST
         metrics = scoring.metrics()
         assert metrics["scoring/num_lost_calls"] == MAX_LOST - 1
         assert metrics["scoring/num_failed_attempts"] == 0
@@ -198,46 +205,36 @@ class TestGroupScoring:
             mine = lost
             if task.source_index == 0:
                 # Others begin meanwhile.
-                for _ in range(20):
-                    await asyncio.sleep(0)
+                await some_turns(20)
                 lost = asyncio.Event()
                 mine.set()
                 raise ProcessLost("the scorer (process 7) was gone before it answered")
             if num_begun <= 4:
                 await mine.wait()
                 raise ProcessLost("the scorer (process 7) was gone before it answered")
-            for _ in range(5):
-                await asyncio.sleep(0)
+            await some_turns()
             if mine.is_set():
                 raise ProcessLost("the scorer (process 8) was gone before it answered")
             return scored(0.5)
 
         scoring = make_scoring(judge, max_in_flight=4)
-        groups = (scoring.score(f"group {one}", make_task(one), some(1)) for one in range(4))
-        killer, *others = await asyncio.gather(*groups)
+        killer, *others = await score_groups(scoring, *range(4))
         assert isinstance(killer, Unscored)
         assert "group 0 lost its scorer 6 times, at last: the scorer (process 7) was gone" in killer.reason
         assert not any(isinstance(other, Unscored) for other in others)
 
     async def test_groups_that_have_lost_a_scorer_are_scored_one_at_a_time(self) -> None:
         seen: set[int] = set()
-        num_running = most = 0
+        busy = Busy()
 
         async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            nonlocal num_running, most
             if task.source_index not in seen:
                 seen.add(task.source_index)
                 raise ProcessLost("gone")
-            num_running += 1
-            most = max(most, num_running)
-            for _ in range(5):
-                await asyncio.sleep(0)
-            num_running -= 1
-            return scored(0.5)
+            return await busy(task, responses)
 
-        scoring = make_scoring(judge, max_in_flight=2)
-        await asyncio.gather(*(scoring.score(f"group {i}", make_task(i), some(1)) for i in range(4)))
-        assert most == 1
+        await score_groups(make_scoring(judge, max_in_flight=2), *range(4))
+        assert busy.most == 1
 
     async def test_cancelling_ends_it_at_once_and_is_no_failed_attempt(self) -> None:
         begun = asyncio.Event()
@@ -248,34 +245,23 @@ class TestGroupScoring:
             raise AssertionError
 
         scoring = make_scoring(judge)
-        task = asyncio.create_task(scoring.score("group 0", make_task(), some(1)))
+        task = asyncio.create_task(score_groups(scoring, 0))
         await begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert scoring.metrics()["scoring/num_failed_attempts"] == 0
 
-    def test_counts_of_answers_that_overtake_each_other_never_fall(self) -> None:
-        counts = iter([5, 3, 4])
-
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            return scored(0.0, num_timeouts=next(counts))
-
-        scoring = make_scoring(judge)
-        for index in range(3):
-            asyncio.run(scoring.score(f"group {index}", make_task(), some(1)))
-        assert scoring.metrics()["scoring/num_timeouts"] == 5
-
-    def test_the_scorers_memory_is_its_peak_even_if_answers_overtake_each_other(self) -> None:
-        sizes = iter([2 * 2**30, 5 * 2**30, 3 * 2**30])
-
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            return dataclasses.replace(scored(0.0), memory=MemoryPeak(resident_bytes=next(sizes)))
-
-        scoring = make_scoring(judge)
+    async def test_counts_and_the_peak_of_memory_never_fall_if_answers_overtake_each_other(self) -> None:
+        answers = [
+            dataclasses.replace(scored(0.0, num_timeouts=one), memory=MemoryPeak(resident_bytes=one * 2**30))
+            for one in (2, 5, 3)
+        ]
+        scoring = make_scoring(Answers(*answers))
         assert "memory/scorer_gib" not in scoring.metrics()
         for index in range(3):
-            asyncio.run(scoring.score(f"group {index}", make_task(), some(1)))
+            await score_groups(scoring, index)
+        assert scoring.metrics()["scoring/num_timeouts"] == 5
         assert scoring.metrics()["memory/scorer_gib"] == 5.0
 
 
@@ -307,12 +293,7 @@ class Judge:
 
 def let_work(loop: asyncio.AbstractEventLoop) -> None:
     """Have a loop do, from another thread, all that it can do by now."""
-
-    async def turns() -> None:
-        for _ in range(20):
-            await asyncio.sleep(0)
-
-    asyncio.run_coroutine_threadsafe(turns(), loop).result()
+    asyncio.run_coroutine_threadsafe(some_turns(20), loop).result()
 
 
 def taking(seconds: float, clock: HandTime, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
@@ -335,18 +316,13 @@ class TestResponseScoring:
         assert judge.most == 3
         scoring.close()
 
-    def test_groups_before_it_do_not_count_against_a_groups_deadline(self) -> None:
-        clock = HandTime()
-
-        async def run() -> list[tuple[Score, ...]]:
-            judge = Judge(taking(0.2, clock, asyncio.get_running_loop()))
-            scoring = ResponseScoring(judge.score, num_workers=1, limit_s=1.0)
-            # Each takes 0.8 s, all together 4.8 s.
-            found = await asyncio.gather(*(scoring.score(make_task(i), ["a"] * 4) for i in range(6)))
-            await asyncio.to_thread(scoring.close)
-            return found
-
-        assert len(clock.run(run())) == 6
+    async def test_groups_before_it_do_not_count_against_a_groups_deadline(self, hand_time: HandTime) -> None:
+        judge = Judge(taking(0.2, hand_time, asyncio.get_running_loop()))
+        scoring = ResponseScoring(judge.score, num_workers=1, limit_s=1.0)
+        # Each takes 0.8 s, all together 4.8 s.
+        found = await asyncio.gather(*(scoring.score(make_task(i), ["a"] * 4) for i in range(6)))
+        await asyncio.to_thread(scoring.close)
+        assert len(found) == 6
 
     async def test_after_an_error_or_a_cancellation_nothing_more_of_a_group_is_scored(self) -> None:
         gate = threading.Event()
@@ -372,19 +348,16 @@ class TestResponseScoring:
         assert responses.count("queued") == 0
         assert responses.count("failing") <= 2
 
-    def test_a_group_past_its_deadline_fails_and_gives_its_place_away(self) -> None:
-        clock = HandTime()
-
-        async def run() -> list[str]:
-            judge = Judge(taking(0.1, clock, asyncio.get_running_loop()))
-            scoring = ResponseScoring(judge.score, num_workers=1, limit_s=0.25)
-            with pytest.raises(DeadlineExceeded, match=r"8 responses to task t0.*0\.25 s.*timeouts\.score_s"):
-                await scoring.score(make_task(0), ["long"] * 8)
-            assert await scoring.score(make_task(1), ["b"])
-            await asyncio.to_thread(scoring.close)
-            return judge.responses
-
-        assert clock.run(run()).count("long") <= 4, "what had not begun was not scored"
+    async def test_a_group_past_its_deadline_fails_and_gives_its_place_away(
+        self, hand_time: HandTime
+    ) -> None:
+        judge = Judge(taking(0.1, hand_time, asyncio.get_running_loop()))
+        scoring = ResponseScoring(judge.score, num_workers=1, limit_s=0.25)
+        with pytest.raises(DeadlineExceeded, match=r"8 responses to task t0.*0\.25 s.*timeouts\.score_s"):
+            await scoring.score(make_task(0), ["long"] * 8)
+        assert await scoring.score(make_task(1), ["b"])
+        await asyncio.to_thread(scoring.close)
+        assert judge.responses.count("long") <= 4, "what had not begun was not scored"
 
 
 class Generators:
@@ -403,41 +376,55 @@ class Prompts:
         return np.zeros(1, dtype=np.int32)
 
 
-def run_evaluation(call: Call, num_tasks: int, *, num_samples: int = 1) -> HeldOutScores:
+async def evaluated(call: Call, num_tasks: int, *, num_samples: int = 1) -> HeldOutScores:
     sampling = tiny_config(Path("unused")).sampling
     tasks = [make_task(i) for i in range(num_tasks)]
+    return await evaluate(
+        ProblemSet(tasks=tasks, sampling=sampling, num_samples=num_samples),
+        ResponseGroups(
+            Generators(), make_scoring(call, max_attempts=2), Prompts(), group_size=1, sampling=sampling
+        ),
+    )
 
-    async def run() -> HeldOutScores:
-        return await evaluate(
-            ProblemSet(tasks=tasks, sampling=sampling, num_samples=num_samples),
-            ResponseGroups(
-                Generators(),
-                make_scoring(call, max_attempts=2),
-                Prompts(),
-                group_size=1,
-                sampling=sampling,
-            ),
-        )
 
-    return asyncio.run(run())
+class MathScoring:
+    """Whatever the response, every fourth task has an endless answer and others have the right one."""
+
+    def __init__(self, *, answer_limit_s: float, limit_s: float) -> None:
+        section = ScorerSection(num_workers=2, answer_limit_s=answer_limit_s)
+        self.pool = VerifierPool(MathVerifierChoice(), section)
+        self.pool.start()
+        self.scoring = ResponseScoring(self._score, num_workers=2, limit_s=limit_s)
+
+    def _score(self, task: Task, response: str) -> Score:
+        answer = r"\boxed{4}" if task.source_index % 4 else ENDLESS
+        return self.pool.score(MathProblem(answer=task.answer), answer)
+
+    async def __call__(self, task: Task, responses: Sequence[Response]) -> ScoredResponses:
+        scores = await self.scoring.score(task, [one.text for one in responses])
+        return ScoredResponses(scores=scores, counts=self.pool.counts)
+
+    def close(self) -> None:
+        self.scoring.close()
+        self.pool.close()
 
 
 class TestEvaluation:
-    def test_what_the_scorer_calls_correct_counts_and_nothing_else(self) -> None:
+    async def test_what_the_scorer_calls_correct_counts_and_nothing_else(self) -> None:
         # As with a judge that gives up to 5 points: 1.0 is a bad answer, 4.5 a correct one.
         values = [1.0, 4.5, 0.25, 4.5, -1.0]
 
         async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
             return scored(values[task.source_index])
 
-        result = run_evaluation(judge, 5)
+        result = await evaluated(judge, 5)
         assert result.accuracy == 2 / 5
         assert result.score_mean == pytest.approx(sum(values) / 5)
         assert result.num_unscored == 0
         # The n-th response was sampled under versions n and n + 1.
         assert result.metrics()["eval/version_min"] == 0 and result.metrics()["eval/version_max"] == 5
 
-    def test_accuracy_of_several_samples_is_the_mean_over_all_responses(self) -> None:
+    async def test_accuracy_of_several_samples_is_the_mean_over_all_responses(self) -> None:
         answered: list[tuple[int, str]] = []
 
         async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
@@ -446,80 +433,39 @@ class TestEvaluation:
             # Right in one of four samples of the first problem, in none of the second.
             return scored(4.5 * (response.text == "response 4"))
 
-        result = run_evaluation(judge, 2, num_samples=4)
+        result = await evaluated(judge, 2, num_samples=4)
         assert result.accuracy == 1 / 8 and result.num_scored == 8
         # Every sample has a seed of its own; the first ones are those of a single sample.
         assert sorted(answered) == [
             (problem, f"response {2 * k + problem}") for problem in (0, 1) for k in range(4)
         ]
 
-    def test_what_is_never_scored_is_left_out_and_counted(self) -> None:
+    async def test_what_is_never_scored_is_left_out_and_counted(self) -> None:
         async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
             if task.source_index in (1, 2):
                 raise ConnectionRefusedError
             return scored(2.0 * (task.source_index == 0))
 
-        result = run_evaluation(judge, 4)
+        result = await evaluated(judge, 4)
         assert (result.accuracy, result.score_mean, result.num_unscored) == (1 / 2, 1.0, 2)
-
-    def test_without_any_score_there_is_no_accuracy(self) -> None:
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            raise ConnectionRefusedError
-
-        result = run_evaluation(judge, 3)
-        assert result.accuracy is None and result.metrics() == {
-            "eval/num_unscored": 3,
-            "eval/version_min": 0,
-            "eval/version_max": 3,
-        }
+        unscored = await evaluated(Answers(ConnectionRefusedError()), 3)
+        counts = {"eval/num_unscored": 3, "eval/version_min": 0, "eval/version_max": 3}
+        assert unscored.accuracy is None and unscored.metrics() == counts
 
     @pytest.mark.exhaustive
-    def test_endless_answers_among_others_score_zero_and_end_nothing(self) -> None:
-        num_endless, num_problems, limit_s = 4, 16, 5.0
-        pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=2, answer_limit_s=limit_s))
-        pool.start()
-
-        class Answers:
-            counts = VerifierCounts()
-
-            def score(self, task: Task, response: str) -> Score:
-                answer = ENDLESS if task.source_index % 4 == 0 else r"\boxed{4}"
-                return pool.score(MathProblem(answer=task.answer), answer)
-
+    async def test_endless_answers_among_others_score_zero_and_end_nothing(self) -> None:
+        num_endless, num_problems = 4, 16
         # Shorter than all endless answers together: queueing must not count.
-        scoring = ResponseScoring(Answers().score, num_workers=2, limit_s=9.0)
-
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            return ScoredResponses(
-                scores=await scoring.score(task, [one.text for one in responses]), counts=pool.counts
-            )
-
-        result = run_evaluation(judge, num_problems)
+        scoring = MathScoring(answer_limit_s=5.0, limit_s=9.0)
+        result = await evaluated(scoring, num_problems)
         assert result.num_unscored == 0
         assert result.num_correct == num_problems - num_endless
-        assert pool.counts == VerifierCounts(num_timeouts=num_endless)
+        assert scoring.pool.counts == VerifierCounts(num_timeouts=num_endless)
         scoring.close()
-        pool.close()
 
-    def test_endless_answers_of_a_group_score_zero(self) -> None:
-        pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=2, answer_limit_s=0.1))
-        pool.start()
-
-        class Answers:
-            counts = VerifierCounts()
-
-            def score(self, task: Task, response: str) -> Score:
-                return pool.score(MathProblem(answer=task.answer), response)
-
-        scoring = ResponseScoring(Answers().score, num_workers=2, limit_s=300.0)
-        scores = asyncio.run(scoring.score(make_task(), [ENDLESS] * 4))
-        assert scores == (Score(value=0.0, is_correct=False),) * 4
-        assert pool.counts == VerifierCounts(num_timeouts=4)
+    async def test_endless_answers_of_a_group_score_zero(self) -> None:
+        scoring = MathScoring(answer_limit_s=0.1, limit_s=300.0)
+        result = await scoring(make_task(), some(4))
+        assert result.scores == (Score(value=0.0, is_correct=False),) * 4
+        assert result.counts == VerifierCounts(num_timeouts=4)
         scoring.close()
-        pool.close()
-
-
-@pytest.mark.parametrize("penalty", [-0.1, math.nan, math.inf, True, "1"])
-def test_a_penalty_that_is_no_finite_number_from_0_is_refused(penalty: object) -> None:
-    with pytest.raises(ValueError, match=r"penalties.*'format'|'format' in penalties"):
-        Score(value=1.0, is_correct=True, penalties={"tools": 0.5, "format": penalty})
