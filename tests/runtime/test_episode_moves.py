@@ -157,6 +157,7 @@ class World:
         self.failure: Exception | None = None
         self.dies_on_restoring: set[int] = set()
         self.dies_on_storing: set[int] = set()
+        self.leaves_nothing = False
         self.stored: list[EpisodeId] = []
         self.dropped: list[int] = []
         self.sampling: asyncio.Task[object]
@@ -214,7 +215,7 @@ class World:
         self, replica: LiveReplica, group_id: int, ended: Sequence[EndedEpisode]
     ) -> tuple[StoredRollout, ...]:
         if replica.number in self.dies_on_storing:
-            self.lose(replica.number)
+            self.lose(replica.number, left=lambda turns: None if self.leaves_nothing else turns)
             raise ProcessLost("it died")
         self.stored = [one.episode for one in ended]
         turns = self.generators[replica.number].turns
@@ -351,24 +352,18 @@ async def test_an_episode_whose_seen_turns_are_lost_runs_again_and_keeps_its_att
     assert world.attempts == [(0, 0), (1, 1), (2, 1)]
 
 
-async def test_an_episode_that_had_ended_runs_again_if_nothing_is_left_of_it() -> None:
+@pytest.mark.parametrize("is_left", [True, False])
+async def test_a_group_whose_generator_dies_over_storing_it_is_stored_by_another(is_left: bool) -> None:
+    """From what is left of its episodes; if nothing is, they run again."""
     async with sampled_world() as world:
         world.dies_on_storing.add(0)
-        lose = world.lose
-        world.lose = lambda number: lose(number, left=lambda turns: None)  # type: ignore[method-assign]
+        world.leaves_nothing = not is_left
         await world.sampled(0, ALL_TOKENS)
         await world.until(lambda: len(world.generators) == 2)
         world.let_go(1)
         assert isinstance(await world.sampling, SampledGroup)
-    assert world.attempts == [(0, 1), (1, 1), (2, 1)]
-
-
-async def test_a_group_is_stored_by_another_generator_if_its_own_dies_over_it() -> None:
-    async with sampled_world() as world:
-        world.dies_on_storing.add(0)
-        await world.sampled(0, ALL_TOKENS)
-        assert isinstance(await world.sampling, SampledGroup)
-    assert world.num_tokens == ALL_TOKENS and world.attempts == [(0, 0), (1, 0), (2, 0)]
+    assert world.num_tokens == (ALL_TOKENS if is_left else 2 * ALL_TOKENS)
+    assert world.attempts == [(index, int(not is_left)) for index in range(SIZE)]
 
 
 async def test_what_the_first_one_left_outlives_one_that_dies_taking_it_over() -> None:

@@ -12,6 +12,7 @@ from forgeasync.buffer import DropReason
 from forgeasync.config import SamplingSection, TimeoutSection
 from forgeasync.runtime import CancelledGroup, GroupGivenUp, RefusedGroup, ReplicaState, router, slow_replicas
 from forgeasync.waiting import DeadlineExceeded
+from tests.support.loops import Endpoint
 from tests.support.replicas import ReplicaWorld, generators_of
 from tests.support.rollouts import make_stored_rollout
 
@@ -134,14 +135,11 @@ async def test_a_cancelled_group_is_not_sampled_again() -> None:
 
 async def test_a_response_that_loses_all_generators_is_told_to_who_asked() -> None:
     async with generators_of(("a",), max_lost_per_group=1) as world:
-        world.generators[0].respond = world.generators[0].sample_group
-        asked = asyncio.ensure_future(
-            world.router._retried("answering", 1, lambda one, continued: one.actor.beat.call_one())
-        )
-        world.generators[0].holds.add("beat")
+        world.generators[0].respond = Endpoint(lambda *arguments: asyncio.Event().wait())
+        asked = asyncio.create_task(world.router.respond(PROMPT, num_samples=1, sampling=SAMPLING))
         await asyncio.sleep(0)
         world.kill(0)
-        with pytest.raises(GroupGivenUp, match=r"answering: generator 0 .* is gone, as 0 before it"):
+        with pytest.raises(GroupGivenUp, match=r"answering .*: generator 0 .* is gone, as 0 before it"):
             await asked
 
 

@@ -26,13 +26,11 @@ from forgeasync.runtime import (
     ScorerPool,
     Unscored,
 )
-from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool
 from forgeasync.testing import HandTime, tiny_config
 from forgeasync.waiting import DeadlineExceeded
 
 MAX_LOST = ScorerSection().max_lost
 Call = Callable[[Task, Sequence[Response]], Awaitable[ScoredResponses]]
-ENDLESS = r"\boxed{\Gamma(1000000000)}"
 
 
 def make_task(index: int = 0, answer: str = "4") -> Task:
@@ -387,28 +385,6 @@ async def evaluated(call: Call, num_tasks: int, *, num_samples: int = 1) -> Held
     )
 
 
-class MathScoring:
-    """Whatever the response, every fourth task has an endless answer and others have the right one."""
-
-    def __init__(self, *, answer_limit_s: float, limit_s: float) -> None:
-        section = ScorerSection(num_workers=2, answer_limit_s=answer_limit_s)
-        self.pool = VerifierPool(MathVerifierChoice(), section)
-        self.pool.start()
-        self.scoring = ResponseScoring(self._score, num_workers=2, limit_s=limit_s)
-
-    def _score(self, task: Task, response: str) -> Score:
-        answer = r"\boxed{4}" if task.source_index % 4 else ENDLESS
-        return self.pool.score(MathProblem(answer=task.answer), answer)
-
-    async def __call__(self, task: Task, responses: Sequence[Response]) -> ScoredResponses:
-        scores = await self.scoring.score(task, [one.text for one in responses])
-        return ScoredResponses(scores=scores, counts=self.pool.counts)
-
-    def close(self) -> None:
-        self.scoring.close()
-        self.pool.close()
-
-
 class TestEvaluation:
     async def test_what_the_scorer_calls_correct_counts_and_nothing_else(self) -> None:
         # As with a judge that gives up to 5 points: 1.0 is a bad answer, 4.5 a correct one.
@@ -451,21 +427,3 @@ class TestEvaluation:
         unscored = await evaluated(Answers(ConnectionRefusedError()), 3)
         counts = {"eval/num_unscored": 3, "eval/version_min": 0, "eval/version_max": 3}
         assert unscored.accuracy is None and unscored.metrics() == counts
-
-    @pytest.mark.exhaustive
-    async def test_endless_answers_among_others_score_zero_and_end_nothing(self) -> None:
-        num_endless, num_problems = 4, 16
-        # Shorter than all endless answers together: queueing must not count.
-        scoring = MathScoring(answer_limit_s=5.0, limit_s=9.0)
-        result = await evaluated(scoring, num_problems)
-        assert result.num_unscored == 0
-        assert result.num_correct == num_problems - num_endless
-        assert scoring.pool.counts == VerifierCounts(num_timeouts=num_endless)
-        scoring.close()
-
-    async def test_endless_answers_of_a_group_score_zero(self) -> None:
-        scoring = MathScoring(answer_limit_s=0.1, limit_s=300.0)
-        result = await scoring(make_task(), some(4))
-        assert result.scores == (Score(value=0.0, is_correct=False),) * 4
-        assert result.counts == VerifierCounts(num_timeouts=4)
-        scoring.close()

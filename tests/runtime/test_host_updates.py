@@ -32,19 +32,13 @@ async def test_each_act_starts_when_all_have_ended_the_one_before() -> None:
         assert of_host == [[HostShare(index=index, count=3)] for index in range(3)]
 
 
-async def test_a_share_that_has_not_arrived_keeps_the_whole_host_from_the_version() -> None:
-    async with generators_of(HOSTS) as world:
-        world.generators[2].is_complete = False
-        assert not await world.update(0, 7)
-        assert called(world, "abandon_update") == {0, 2, 3} and not called(world, "stage_update")
-
-
-async def test_a_generator_whose_fetches_never_arrive_is_replaced() -> None:
+async def test_a_share_that_never_arrives_stops_the_update_and_its_generator_is_replaced() -> None:
     async with generators_of(HOSTS) as world:
         world.generators[2].is_complete = False
         for _ in range(MAX_FAILED_FETCHES):
             assert world.state(2) is ReplicaState.HEALTHY
-            await world.update(0, 7)
+            assert not await world.update(0, 7)
+            assert called(world, "abandon_update") == {0, 2, 3} and not called(world, "stage_update")
         assert world.state(2) is ReplicaState.DEAD and world.state(0) is ReplicaState.HEALTHY
         assert "5 fetches in a row did not arrive" in world.faults.open[0].what
         await world.until(lambda: 4 in world.generators and world.state(4) is ReplicaState.STALE)

@@ -17,13 +17,7 @@ from forgeasync.waiting import DeadlineExceeded
 from tests.support.loops import Endpoint
 
 RESULT = StepResult(
-    policy_version=3,
-    num_targets=1,
-    num_padding_tokens=0,
-    train_s=0.1,
-    metrics={},
-    skip_reason=None,
-    memory=None,
+    policy_version=3, num_targets=1, num_padding_tokens=0, train_s=0.1, metrics={}, skip_reason=None
 )
 
 
@@ -74,6 +68,10 @@ def make_mesh(rank: Rank, **timeouts: float) -> TrainerMesh:
     return mesh
 
 
+def in_turn(*names: str) -> list[str]:
+    return [f"{name} {when}" for name in names for when in ("begins", "ends")]
+
+
 @pytest.mark.usefixtures("virtual_time")
 async def test_staging_behind_a_long_step_does_not_use_up_its_own_time() -> None:
     rank = Rank(train_rows=0.4, begin_staging=0.01, finish_staging=0.01)
@@ -82,14 +80,7 @@ async def test_staging_behind_a_long_step_does_not_use_up_its_own_time() -> None
     await asyncio.sleep(0)
     manifest = await mesh.stage_weights(0)
     await step
-    assert rank.log == [
-        "train_rows begins",
-        "train_rows ends",
-        "begin_staging begins",
-        "begin_staging ends",
-        "finish_staging begins",
-        "finish_staging ends",
-    ]
+    assert rank.log == in_turn("train_rows", "begin_staging", "finish_staging")
     assert (manifest.waited_s, manifest.staging_s) == (0.25, 0.5)
 
 
@@ -101,23 +92,8 @@ async def test_the_next_step_begins_once_staging_has_begun() -> None:
     staging = asyncio.create_task(mesh.stage_weights(0, when_begun=begun.set))
     await begun.wait()
     await mesh.train_rows([[]], step=3)
-    assert rank.log == [
-        "begin_staging begins",
-        "begin_staging ends",
-        "finish_staging begins",
-        "train_rows begins",
-        "train_rows ends",
-    ]
+    assert rank.log == [*in_turn("begin_staging"), "finish_staging begins", *in_turn("train_rows")]
     staging.cancel()
-
-
-@pytest.mark.usefixtures("virtual_time")
-async def test_late_staging_is_told_by_its_version() -> None:
-    mesh = make_mesh(Rank(begin_staging=0.0, finish_staging=60.0), weights_s=0.1)
-    with pytest.raises(
-        DeadlineExceeded, match=r"^the trainer staging the initial weights .* timeouts\.weights_s sets"
-    ):
-        await mesh.stage_weights(0)
 
 
 @pytest.mark.usefixtures("virtual_time")
@@ -132,19 +108,21 @@ async def test_a_call_after_a_cancelled_one_waits_until_the_ranks_are_free() -> 
         with pytest.raises(asyncio.CancelledError):
             await task
     await mesh.save_hf(Path("final"), source=Path("model"))
-    assert rank.log == ["train_rows begins", "train_rows ends", "save_hf begins", "save_hf ends"]
+    assert rank.log == in_turn("train_rows", "save_hf")
 
 
 @pytest.mark.usefixtures("virtual_time")
-async def test_late_ranks_are_told_by_their_step_and_hold_nobody_up() -> None:
-    rank = Rank(train_rows=60.0, save_hf=60.0)
-    mesh = make_mesh(rank, train_step_s=0.1)
+async def test_late_ranks_are_told_by_their_step_or_version_and_hold_nobody_up() -> None:
+    rank = Rank(begin_staging=0.0, finish_staging=60.0, train_rows=60.0, save_hf=60.0)
+    mesh = make_mesh(rank, train_step_s=0.1, weights_s=0.1)
     with pytest.raises(DeadlineExceeded, match=r"^the trainer making step 3 .* timeouts\.train_step_s sets"):
         await mesh.train_rows([[]], step=3)
     with pytest.raises(DeadlineExceeded, match=r"^the trainer writing final"):
         await mesh.save_hf(Path("final"), source=Path("model"))
     await asyncio.sleep(200.0)
-    assert rank.log == ["train_rows begins", "train_rows ends", "save_hf begins", "save_hf ends"]
+    assert rank.log == in_turn("train_rows", "save_hf")
+    with pytest.raises(DeadlineExceeded, match=r"^the trainer staging .*initial .* timeouts\.weights_s sets"):
+        await mesh.stage_weights(0)
 
 
 class RankOf:
