@@ -31,8 +31,11 @@ class BuildsOnDemand(GeneratorActor):
         inprocess_client.EngineCore = build
 
 
-async def _answer_while_building(folder: Path, pipe: Path, logs: Path) -> tuple[int, str]:
-    """The process id, asked for in the midst of building; and how building ends."""
+@pytest.mark.procs
+@pytest.mark.exhaustive
+async def test_a_process_answers_while_its_engine_is_built(tmp_path: Path) -> None:
+    folder, pipe = write_tiny_model(tmp_path / "hf"), tmp_path / "pipe"
+    os.mkfifo(pipe)
     config = tiny_config(folder)
     setup = GeneratorSetup(
         model_path=folder,
@@ -47,29 +50,18 @@ async def _answer_while_building(folder: Path, pipe: Path, logs: Path) -> tuple[
         gpu_bytes=0,
     )
     mesh = spawn_role(this_host(), "generator", num_procs=1)
-    actor = mesh.spawn("generator", BuildsOnDemand, logs, 0, pipe)
-    building = asyncio.ensure_future(actor.setup.call_one(setup, "host-0", logs))
+    actor = mesh.spawn("generator", BuildsOnDemand, tmp_path, 0, pipe)
+    building = asyncio.ensure_future(actor.setup.call_one(setup, "host-0", tmp_path))
     try:
         # Opened once the other end is, in the midst of building.
-        held = await asyncio.to_thread(pipe.open, "wb", buffering=0)
-        with held:
+        with await asyncio.to_thread(pipe.open, "wb", buffering=0) as held:
             async with asyncio.timeout(DEADLINE_S):
-                pid = await actor.pid.call_one()
+                assert await actor.pid.call_one() != os.getpid()
             held.write(b"to fail")
-        with pytest.raises(ActorError) as failed:
+        with pytest.raises(ActorError, match="ValueError: told to fail"):
             await building
     finally:
         await mesh.stop()
-    return pid, str(failed.value)
-
-
-@pytest.mark.procs
-@pytest.mark.exhaustive
-def test_a_process_answers_while_its_engine_is_built(tmp_path: Path) -> None:
-    folder, pipe = write_tiny_model(tmp_path / "hf"), tmp_path / "pipe"
-    os.mkfifo(pipe)
-    pid, message = asyncio.run(_answer_while_building(folder, pipe, tmp_path))
-    assert pid != os.getpid() and "ValueError: told to fail" in message
 
 
 def test_the_process_of_an_engine_imports_no_web_server() -> None:

@@ -50,6 +50,7 @@ H100 = Gpu(
     is_sliced=False,
 )
 A100 = dataclasses.replace(H100, name="NVIDIA A100-SXM4-80GB", capability=(8, 0))
+V100 = dataclasses.replace(H100, name="V100", capability=(7, 0))
 PLAN = RolePlan(
     role="trainer", num_bytes=60 * GIB, field="trainer.parallel.num_procs", value=8, remedy="shard more"
 )
@@ -93,62 +94,43 @@ def test_good_hosts_pass_in_silence() -> None:
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (facts(num=1), r"host node0: GPUs = 1: must be 2 or more.*CUDA_VISIBLE_DEVICES, the scheduler"),
-        (
-            facts(gpus=(), trouble="there is no nvidia-smi", driver=None),
-            r"host node0: GPUs: there is no nvidia-smi; the run needs 2 there: install NVIDIA's driver",
-        ),
+        (facts(num=1), "GPUs = 1: must be 2 or more.*CUDA_VISIBLE_DEVICES, the scheduler"),
+        (facts(gpus=(), trouble="no nvidia-smi", driver=None), "GPUs: no nvidia-smi; .*: install NVIDIA's"),
         (
             facts(driver="550.54.15", driver_cuda=(12, 4)),
-            r"host node0: NVIDIA driver = '550.54.15': supports CUDA 12.4 at most.*must support CUDA 13.0",
+            "NVIDIA driver = '550.54.15': supports CUDA 12.4 at most.*must support CUDA 13.0",
         ),
-        (facts(driver="?", driver_cuda=None), r"host node0: NVIDIA driver = '\?': supports no CUDA"),
-        (
-            facts(compiler=None),
-            r"host node0: C compiler: .*neither gcc nor clang.* CC .*: install gcc .*apt-get install gcc",
-        ),
-        (
-            facts(has_python_header=False),
-            r"host node0: Python.h = '/usr/include/python3.11/Python.h': .*apt-get install python3.11-dev",
-        ),
+        (facts(driver="?", driver_cuda=None), r"NVIDIA driver = '\?': supports no CUDA"),
+        (facts(compiler=None), "C compiler: .*gcc nor clang.* CC .*: install gcc .*apt-get install gcc"),
+        (facts(has_python_header=False), "Python.h = '/usr/.*/Python.h': .*apt-get install python3.11-dev"),
         (
             facts(torch="2.13.0+cpu", torch_cuda=None, nccl=None),
-            r"host node0: torch = '2.13.0\+cpu': is built for CPUs.*requirements/gpu.lock",
+            r"torch = '2.13.0\+cpu': is built for CPUs.*requirements/gpu.lock",
         ),
-        (facts(nccl=None), r"host node0: NCCL: torch 2.13.0\+cu130 was built without it"),
+        (facts(nccl=None), r"NCCL: torch 2.13.0\+cu130 was built without it"),
         (
             facts(H100, dataclasses.replace(H100, is_sliced=True)),
-            r"host node0: GPU 1 = 'NVIDIA H100 80GB HBM3': is in MIG mode.*nvidia-smi -i 1 -mig 0",
+            "GPU 1 = 'NVIDIA H100 80GB HBM3': is in MIG mode.*nvidia-smi -i 1 -mig 0",
         ),
-        (
-            facts(H100, A100),
-            r"host node0: GPUs = '1 x NVIDIA H100 80GB HBM3 \(9.0\), 1 x NVIDIA A100-SXM4-80GB \(8.0\)': "
-            "must be of one kind",
-        ),
+        (facts(H100, A100), r"GPUs = '1 x .*H100.* \(9.0\), 1 x .*A100.* \(8.0\)': must be of one kind"),
         (
             facts(H100, dataclasses.replace(H100, memory_bytes=40 * GIB)),
-            r"trainer.parallel.num_procs = 8: the trainer needs 60 GiB on each GPU .*"
-            r"GPU 1 \(NVIDIA H100 80GB HBM3\) of host node0 has 40; shard more",
+            "trainer.parallel.num_procs = 8: .* 60 GiB on each GPU .*GPU 1 .* host node0 has 40; shard more",
         ),
         (
             facts(H100, dataclasses.replace(H100, free_bytes=12 * GIB)),
-            r"host node0: GPU 1 = '12 GiB free': must have 54 of its 79 GiB free.*nvidia-smi.*end them",
+            "GPU 1 = '12 GiB free': must have 54 of its 79 GiB free.*nvidia-smi.*end them",
         ),
+        (facts(V100, V100), r"GPU 0 = 'V100': has compute capability 7.0; must have 8.0 \(A100\) or more"),
     ],
 )
 def test_what_a_host_lacks_is_named_with_its_figure_and_the_remedy(found: GpuFacts, message: str) -> None:
-    (problem,) = problems(host(found))
-    assert re.match(message, problem), problem
-
-
-def test_every_gpu_without_bfloat16_is_refused() -> None:
-    v100 = dataclasses.replace(H100, name="V100", capability=(7, 0))
-    for index, problem in enumerate(problems(host(facts(v100, v100)))):
-        words = (
-            rf"host node0: GPU {index} = 'V100': has compute capability 7.0; must have 8.0 \(A100\) or more"
-        )
-        assert re.match(words, problem), problem
-    assert index == 1
+    first, *others = problems(host(found))
+    assert re.match(f"(host node0: )?{message}", first), first
+    # Each GPU without bfloat16 is refused.
+    num_old = [gpu.name for gpu in found.gpus].count("V100")
+    assert len([one for one in (first, *others) if "compute capability" in one]) == num_old
+    assert not others or num_old
 
 
 @pytest.mark.parametrize(
@@ -156,23 +138,15 @@ def test_every_gpu_without_bfloat16_is_refused() -> None:
     [
         (
             FlashAttention.FA3,
-            facts(flash_attention=frozenset()),
-            "trainer.flash_attention = 'FA3': needs the package flash_attn_interface, which host node0 lacks",
+            facts(flash_attention=()),
+            "needs the package flash_attn_interface, .* node0 lacks",
         ),
-        (
-            FlashAttention.FA4,
-            facts(),
-            "trainer.flash_attention = 'FA4': needs the package flash_attn.cute.interface",
-        ),
-        (
-            FlashAttention.FA3,
-            facts(A100, A100),
-            "trainer.flash_attention = 'FA3': needs compute capability 9.0.*A100.*8.0; must be auto or FA2",
-        ),
+        (FlashAttention.FA4, facts(), "needs the package flash_attn.cute.interface"),
+        (FlashAttention.FA3, facts(A100, A100), "needs compute capability 9.0.*8.0; must be auto or FA2"),
         (
             FlashAttention.AUTO,
             facts(*[dataclasses.replace(H100, name="RTX", capability=(12, 0))] * 2, flash_attention={4}),
-            r"trainer.flash_attention = 'auto': would take FlashAttention 4, .*RTX \(.* 12.0\); must be FA2",
+            r"would take FlashAttention 4, .*RTX \(.* 12.0\); must be FA2",
         ),
     ],
 )
@@ -180,7 +154,7 @@ def test_flash_attention_that_is_asked_for_must_be_there(
     choice: FlashAttention, found: GpuFacts, message: str
 ) -> None:
     (problem,) = problems(host(found), choice=choice)
-    assert re.match(message, problem), problem
+    assert re.match(f"trainer.flash_attention = '{choice.value}': {message}", problem), problem
     # Generators have vLLM's own.
     assert problems(host(found, is_trainer=False), choice=choice) == []
     assert problems(host(found), choice=FlashAttention.FA2) == []
@@ -208,7 +182,7 @@ def test_a_plan_within_its_own_error_is_a_warning() -> None:
     ("change", "message"),
     [
         (facts(A100, A100), "GPUs = 'NVIDIA A100-SXM4-80GB': must be of the kind of host node0, NVIDIA H100"),
-        (facts(nccl=(2, 27, 3)), "NCCL = '2.27.3': must be 2.29.7 as on host node0: ranks with different"),
+        (facts(nccl=(2, 27, 3)), "NCCL = '2.27.3': must be 2.29.7 as on host node0"),
         (facts(torch="2.12.0+cu130"), "torch = '2.12.0+cu130': must be 2.13.0+cu130 as on host node0"),
     ],
 )

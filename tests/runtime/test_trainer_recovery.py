@@ -254,45 +254,39 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert not differ
 
 
-@pytest.mark.procs
-def test_a_rank_that_dies_over_the_snapshot_of_a_step_that_was_answered(
-    world: World, undisturbed: Made, tmp_path: Path
-) -> None:
-    made = disturb(world, tmp_path / "run", TrainerFault(step=4, rank=0, moment=Moment.SNAPSHOT))
-    check(made, undisturbed, num_faults=1)
-    assert made.num_made_again == 1, "step 4 had no snapshot on rank 0"
+def further(*faults: TrainerFault, num_made_again: set[int] = ANY, told: str = "", **changes: object) -> Any:
+    """A case for ``make test-all`` alone."""
+    marks = (pytest.mark.exhaustive, pytest.mark.timeout(LONG_S))
+    return pytest.param(list(faults), num_made_again, told, changes, marks=marks)
 
 
 @pytest.mark.procs
-@pytest.mark.exhaustive
-@pytest.mark.timeout(LONG_S)
 @pytest.mark.parametrize(
     ("faults", "num_made_again", "told", "changes"),
     [
-        ([TrainerFault(step=2)], {0}, "", {}),
-        ([TrainerFault(step=1, rank=0, way=Way.EXIT)], {0}, "", {}),
+        # Over the snapshot of a step that was answered: step 4 had none on rank 0.
+        ([TrainerFault(step=4, rank=0, moment=Moment.SNAPSHOT)], {1}, "", {}),
+        further(TrainerFault(step=2), num_made_again={0}),
+        further(TrainerFault(step=1, rank=0, way=Way.EXIT), num_made_again={0}),
         # The snapshot is written beside.
-        ([TrainerFault(step=2, moment=Moment.STAGING)], {0, 1}, "", {}),
-        ([TrainerFault(step=3, moment=Moment.SNAPSHOT, way=Way.SEGFAULT)], {1}, "", {}),
+        further(TrainerFault(step=2, moment=Moment.STAGING), num_made_again={0, 1}),
+        further(TrainerFault(step=3, moment=Moment.SNAPSHOT, way=Way.SEGFAULT), num_made_again={1}),
         # Of every other step: step 3 is made again.
-        ([TrainerFault(step=1), TrainerFault(step=4)], {1}, "", {"snapshot_every_steps": 2}),
+        further(TrainerFault(step=1), TrainerFault(step=4), num_made_again={1}, snapshot_every_steps=2),
         # The fault is armed in the step before, and happens when the files are to be shown.
-        ([TrainerFault(step=CHECKPOINT_AFTER, rank=0, moment=Moment.CHECKPOINT)], ANY, "", {}),
-        (
-            [TrainerFault(step=2, way=Way.STOP)],
-            ANY,
-            r"not answered for trainer.recovery.heartbeat_s = 8 s; (.*; )?the controller waits in .*train",
-            {},
+        further(TrainerFault(step=CHECKPOINT_AFTER, rank=0, moment=Moment.CHECKPOINT)),
+        further(
+            TrainerFault(step=2, way=Way.STOP),
+            told=r"not answered for trainer.recovery.heartbeat_s = 8 s; (.*; )?the controller waits in .*train",
         ),
-        (
-            [TrainerFault(step=2, way=Way.HANG)],
-            ANY,
-            "is stuck: the trainer making step 2 took longer than 60 s",
-            {"timeouts": TimeoutSection(train_step_s=60.0)},
+        further(
+            TrainerFault(step=2, way=Way.HANG),
+            told="is stuck: the trainer making step 2 took longer than 60 s",
+            timeouts=TimeoutSection(train_step_s=60.0),
         ),
     ],
 )
-def test_ranks_that_end_in_whatever_way_and_moment_change_nothing(
+def test_a_rank_that_ends_in_whatever_way_and_moment_changes_nothing(
     world: World,
     undisturbed: Made,
     tmp_path: Path,
