@@ -277,7 +277,7 @@ def further(*faults: TrainerFault, num_made_again: set[int] = ANY, told: str = "
         further(TrainerFault(step=CHECKPOINT_AFTER, rank=0, moment=Moment.CHECKPOINT)),
         further(
             TrainerFault(step=2, way=Way.STOP),
-            told=r"not answered for trainer.recovery.heartbeat_s = 8 s; (.*; )?the controller waits in .*train",
+            told=r"not answered for trainer.*heartbeat_s = 8 s; (.*; )?the controller waits in .*train",
         ),
         further(
             TrainerFault(step=2, way=Way.HANG),
