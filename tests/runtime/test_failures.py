@@ -168,9 +168,7 @@ async def test_a_death_that_somebody_looks_after_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, report: str
 ) -> None:
     """Monarch's own actor in the proc, by which ranks meet, is reported too, and a proc that is silent."""
-    monkeypatch.setattr("forgeasync.runtime.process_manager.PEER_END_S", 0.1)
     monkeypatch.setattr("forgeasync.runtime.process_manager.BETTER_REPORT_S", 0.0)
-
     for owned, ends_the_run in ((["trainer"], False), ([], True)):
         manager = ProcessManager(Path("logs"))
         manager.owned.update(owned)

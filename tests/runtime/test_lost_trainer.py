@@ -29,20 +29,17 @@ class Mesh:
     is_exporting: asyncio.Event = field(default_factory=asyncio.Event)
     answers_export: bool = True
 
-    async def snapshot_bytes(self) -> list[int]:
+    async def _nothing(self, *arguments: object) -> None:
+        pass
+
+    async def _no_items(self, *arguments: object) -> list[int]:
         return []
+
+    connect = finish_snapshot = finish_checkpoint = _nothing
+    snapshot_bytes = reopen_staging = _no_items
 
     async def open_snapshots(self, folders: list[Path], *, every_steps: int, at_most: int) -> int:
         return min(self.opens_at, at_most)
-
-    async def finish_snapshot(self) -> int | None:
-        return None
-
-    async def connect(self, generators: object) -> None:
-        return None
-
-    async def reopen_staging(self, before: "Mesh") -> list[object]:
-        return []
 
     async def train_items(self, minibatches: object, *, step: int) -> StepResult:
         self.calls.append(("step", step))
@@ -59,9 +56,6 @@ class Mesh:
         """Leave its files in the writing."""
         self.calls.append(("checkpoint", folder.name))
         partial_folder(folder).mkdir()
-
-    async def finish_checkpoint(self) -> None:
-        return None
 
     async def policy_version(self) -> int:
         return 7

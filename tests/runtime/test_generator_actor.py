@@ -1,19 +1,20 @@
-"""A generator as an actor: its log in flight, read by its host, and groups that are continued from it.
-
-One proc is all of them: what it has in flight is read while it runs, given up, and continued.
-"""
+"""A generator as an actor: how its process starts, its log in flight, and groups that go on from it."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from monarch.actor import ActorError
+from monarch.actor import ActorError, this_host
 
 from forgeasync.config import SamplingSection
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import (
+    CaptureSpec,
     EpisodeId,
     InFlightRead,
     LoggedTurn,
@@ -30,14 +31,15 @@ from forgeasync.runtime import (
     CancelledGroup,
     EndedEpisode,
     GeneratorActor,
+    GeneratorSetup,
     LocalHost,
     ProcessManager,
+    spawn_role,
     start_generators,
 )
 from forgeasync.testing import tiny_config, write_tiny_model
 
-pytestmark = [pytest.mark.procs, pytest.mark.exhaustive]
-
+DEADLINE_S = 120.0
 PROMPT = np.arange(3, 15, dtype=np.int32)
 SAMPLING = SamplingSection(max_response_tokens=140)
 NUM_SAMPLES = 24
@@ -70,7 +72,10 @@ def _trace(rollout: StoredRollout) -> TokenTrace:
     return decode_rollout(reader.read(branch.prompt), reader.read(branch.response))
 
 
+@pytest.mark.procs
+@pytest.mark.exhaustive
 async def test_a_group_and_an_episode_go_on_from_what_their_host_has_read(tmp_path: Path) -> None:
+    """One proc is all of them: what it has in flight is read while it runs, given up, and continued."""
     folder = write_tiny_model(tmp_path / "hf", scale=6.0)
     manager = ProcessManager(tmp_path / "logs")
     host = LocalHost(id=LOCAL_HOST_ID, folders=[])
@@ -133,3 +138,59 @@ def assert_begins_with(trace: TokenTrace, turn: LoggedTurn) -> None:
     assert trace.logprobs_T[:num_tokens].tobytes() == turn.batch.logprobs_N.tobytes()
     old_RMK = np.sort(turn.batch.rows_RMK, axis=-1)
     assert trace.routed_experts.expert_ids_RMK[: len(old_RMK)].tolist() == old_RMK.tolist()
+
+
+class BuildsOnDemand(GeneratorActor):
+    """Its engine's core is built while somebody holds a pipe open, and fails then."""
+
+    def __init__(self, log_dir: Path, rank: int, pipe: Path) -> None:
+        super().__init__(log_dir, rank)
+        from forgeasync.generator.workarounds import inprocess_client
+
+        def build(*_: object) -> None:
+            with pipe.open("rb") as file:
+                raise ValueError(f"told {file.read().decode()}")
+
+        inprocess_client.EngineCore = build
+
+
+@pytest.mark.procs
+@pytest.mark.exhaustive
+async def test_a_process_answers_while_its_engine_is_built(tmp_path: Path) -> None:
+    folder, pipe = write_tiny_model(tmp_path / "hf"), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    config = tiny_config(folder)
+    setup = GeneratorSetup(
+        model_path=folder,
+        facts=read_model_facts(str(folder)),
+        section=config.generator,
+        max_context_length=config.model.max_context_length,
+        seed=0,
+        records=CaptureSpec(routing=True, kept_tokens=False),
+        weights=config.weights,
+        lora=None,
+        payload_capacity_bytes=2**20,
+        gpu_bytes=0,
+    )
+    mesh = spawn_role(this_host(), "generator", num_procs=1)
+    actor = mesh.spawn("generator", BuildsOnDemand, tmp_path, 0, pipe)
+    building = asyncio.ensure_future(actor.setup.call_one(setup, "host-0", tmp_path))
+    try:
+        # Opened once the other end is, in the midst of building.
+        with await asyncio.to_thread(pipe.open, "wb", buffering=0) as held:
+            async with asyncio.timeout(DEADLINE_S):
+                assert await actor.pid.call_one() != os.getpid()
+            held.write(b"to fail")
+        with pytest.raises(ActorError, match="ValueError: told to fail"):
+            await building
+    finally:
+        await mesh.stop()
+
+
+def test_the_process_of_an_engine_imports_no_web_server() -> None:
+    """vLLM asks every global of every module for its attributes, and some of werkzeug's refuse to answer."""
+    code = (
+        "import sys, forgeasync.runtime.teacher as t; print(sorted({'flask', 'werkzeug'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
