@@ -316,9 +316,9 @@ def slurm_with(squeue: str) -> dict[str, str]:
 
 
 READABLE = slurm_with(parser("v0.0.41"))
-UNREADABLE = "launcher.kind = 'slurm': .*without the number of its form"
 HAS_SSH = {"ssh": "exit 1"}
 HEAD = {"head": ["10.1.2.3"]}
+HERE = {"head": ["127.0.0.1"]}
 
 
 @pytest.fixture
@@ -342,56 +342,57 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 @pytest.mark.parametrize(
+    ("squeue", "message"),
+    [
+        (parser("v0.0.41"), None),
+        (parser("v0.0.46"), None),
+        # As Slurm 22.05.8 prints it: no ``data_parser``.
+        (
+            printed({"type": "openapi/v0.0.38"}),
+            "22.05.8 prints .* without the number of its form.*24.05.*ssh",
+        ),
+        # 23.11 names its form, in which a job's nodes are elsewhere.
+        (parser("v0.0.40"), "in the form v0.0.40.*Monarch reads v0.0.41 and later.*24.05"),
+        ("echo not json", "without the number of its form"),
+        ("echo null", "without the number of its form"),
+        ("echo 'Unable to contact' >&2; exit 1", "squeue --json fails on this machine.*Unable to contact"),
+        ("exit 7", "squeue --json fails on this machine: exit code 7"),
+        ("exec /bin/sleep 60", "squeue --json has not answered within"),
+    ],
+)
+def test_a_slurm_that_monarch_cannot_read_is_refused(
+    install: Install, monkeypatch: pytest.MonkeyPatch, squeue: str, message: str | None
+) -> None:
+    if "sleep" in squeue:
+        monkeypatch.setattr("forgeasync.runtime.jobs.CHECK_S", 0.2)
+    install(slurm_with(squeue), HEAD)
+    found = [str(problem) for problem in check_prerequisites(SLURM)]
+    assert len(found) == (message is not None)
+    assert all(re.match(f"launcher.kind = 'slurm': .*{message}", one) for one in found), found
+
+
+@pytest.mark.parametrize(
     ("launcher", "commands", "known", "message"),
     [
-        (SLURM, READABLE, HEAD, None),
-        (SLURM, slurm_with(parser("v0.0.46")), HEAD, None),
-        (
-            SLURM,
-            # As Slurm 22.05.8 prints it: no ``data_parser``.
-            slurm_with(printed({"type": "openapi/v0.0.38", "name": "Slurm OpenAPI v0.0.38"})),
-            HEAD,
-            "launcher.kind = 'slurm': .*22.05.8 prints jobs without the number of its form.*24.05.*ssh",
-        ),
-        (
-            SLURM,
-            # 23.11 names its form, in which a job's nodes are elsewhere.
-            slurm_with(parser("v0.0.40")),
-            HEAD,
-            "launcher.kind = 'slurm': .*in the form v0.0.40.*Monarch reads v0.0.41 and later.*24.05",
-        ),
-        (SLURM, slurm_with("echo not json"), HEAD, UNREADABLE),
-        (SLURM, slurm_with("echo null"), HEAD, UNREADABLE),
-        (
-            SLURM,
-            slurm_with("echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1"),
-            HEAD,
-            "launcher.kind = 'slurm': .*squeue --json fails on this machine.*Unable to contact",
-        ),
-        (SLURM, slurm_with("exit 7"), HEAD, "squeue --json fails on this machine: exit code 7"),
-        (SLURM, slurm_with("exec /bin/sleep 60"), HEAD, "squeue --json has not answered within"),
         (SLURM, {"squeue": parser("v0.0.41")}, HEAD, "needs sbatch, scancel, which no folder of PATH has"),
         (SSH, {}, HEAD, "launcher.kind = 'ssh': needs ssh, which"),
-        (SSH, HAS_SSH, {"nobody": []}, r"'nobody' has no address \(Name or service not known\)"),
+        (SSH, HAS_SSH, {"nobody": []}, "'nobody' has no address (Name or service not known)"),
         # What stays on this machine needs nothing.
-        (LocalLauncher(), {}, {"head": ["127.0.0.1"]}, None),
-        (ProcessLauncher(kind="process"), {}, {"head": ["127.0.0.1"]}, None),
+        (LocalLauncher(), {}, HERE, None),
+        (ProcessLauncher(kind="process"), {}, HERE, None),
     ],
 )
 def test_what_a_launcher_needs_of_this_machine(
     install: Install,
-    monkeypatch: pytest.MonkeyPatch,
     launcher: SlurmLauncher | SshLauncher,
     commands: dict[str, str],
     known: dict[str, list[str]],
     message: str | None,
 ) -> None:
-    if "sleep" in commands.get("squeue", ""):
-        monkeypatch.setattr("forgeasync.runtime.jobs.CHECK_S", 0.2)
     install(commands, known)
-    found = check_prerequisites(launcher)
+    found = [str(problem) for problem in check_prerequisites(launcher)]
     assert len(found) == (message is not None)
-    assert all(re.search(str(message), str(problem)) for problem in found), found
+    assert all(str(message) in one for one in found), found
 
 
 @pytest.mark.parametrize(
