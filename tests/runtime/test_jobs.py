@@ -349,7 +349,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         # As Slurm 22.05.8 prints it: no ``data_parser``.
         (
             printed({"type": "openapi/v0.0.38"}),
-            "22.05.8 prints .* without the number of its form.*24.05.*ssh",
+            "22.05.8 prints .*without the number of its form.*24.*ssh",
         ),
         # 23.11 names its form, in which a job's nodes are elsewhere.
         (parser("v0.0.40"), "in the form v0.0.40.*Monarch reads v0.0.41 and later.*24.05"),
