@@ -28,13 +28,11 @@ from forgeasync.runtime import (
 )
 from forgeasync.testing import HandTime, tiny_config
 from forgeasync.waiting import DeadlineExceeded
+from tests.support.buffer_world import make_task
+from tests.support.loops import Prompts
 
 MAX_LOST = ScorerSection().max_lost
 Call = Callable[[Task, Sequence[Response]], Awaitable[ScoredResponses]]
-
-
-def make_task(index: int = 0, answer: str = "4") -> Task:
-    return Task(task_id=f"t{index}", prompt=f"{index}?", answer=answer, source_index=index, source="s")
 
 
 def some(num: int) -> list[Response]:
@@ -156,7 +154,7 @@ class TestGroupScoring:
 
     async def test_one_refused_connection_costs_an_attempt_and_no_group(self) -> None:
         scoring = make_scoring(Answers(ConnectionRefusedError("nobody listens"), scored(0.5, 2.0)))
-        scores = await scoring.score("group 7", make_task(), some(2))
+        scores = await scoring.score("group 7", make_task(0), some(2))
         assert scores == (Score(value=0.5, is_correct=False), Score(value=2.0, is_correct=True))
         assert scoring.metrics()["scoring/num_failed_attempts"] == 1
 
@@ -176,7 +174,7 @@ class TestGroupScoring:
     ) -> None:
         judge = Answers(answer)
         scoring = make_scoring(judge, max_attempts=4)
-        result = await scoring.score("group 17", make_task(), some(2))
+        result = await scoring.score("group 17", make_task(0), some(2))
         assert isinstance(result, Unscored)
         assert "group 17 was not scored in 4 attempts" in result.reason and reason in result.reason
         assert len(judge.asked) == 4 == scoring.metrics()["scoring/num_failed_attempts"]
@@ -185,9 +183,9 @@ class TestGroupScoring:
         judge = Answers(*[ProcessLost("gone")] * (MAX_LOST - 1), scored(0.5))
         scoring = make_scoring(judge, max_attempts=1)
         responses = some(1)
-        scores = await scoring.score("group 3", make_task(), responses)
+        scores = await scoring.score("group 3", make_task(0), responses)
         assert scores == (Score(value=0.5, is_correct=False),)
-        assert judge.asked == [(make_task(), responses)] * MAX_LOST
+        assert judge.asked == [(make_task(0), responses)] * MAX_LOST
         metrics = scoring.metrics()
         assert metrics["scoring/num_lost_calls"] == MAX_LOST - 1
         assert metrics["scoring/num_failed_attempts"] == 0
@@ -309,7 +307,7 @@ class TestResponseScoring:
     def test_responses_are_scored_side_by_side_in_their_order(self) -> None:
         judge = Judge(threading.Barrier(3).wait)
         scoring = ResponseScoring(judge.score, num_workers=3, limit_s=300.0)
-        scores = asyncio.run(scoring.score(make_task(), ["a" * length for length in (5, 1, 3, 2, 4, 6)]))
+        scores = asyncio.run(scoring.score(make_task(0), ["a" * length for length in (5, 1, 3, 2, 4, 6)]))
         assert [score.value for score in scores] == [5.0, 1.0, 3.0, 2.0, 4.0, 6.0]
         assert judge.most == 3
         scoring.close()
@@ -351,7 +349,7 @@ class TestResponseScoring:
     ) -> None:
         judge = Judge(taking(0.1, hand_time, asyncio.get_running_loop()))
         scoring = ResponseScoring(judge.score, num_workers=1, limit_s=0.25)
-        with pytest.raises(DeadlineExceeded, match=r"8 responses to task t0.*0\.25 s.*timeouts\.score_s"):
+        with pytest.raises(DeadlineExceeded, match=r"8 responses to task 0.*0\.25 s.*timeouts\.score_s"):
             await scoring.score(make_task(0), ["long"] * 8)
         assert await scoring.score(make_task(1), ["b"])
         await asyncio.to_thread(scoring.close)
@@ -367,11 +365,6 @@ class Generators:
         response = Response(f"response {seed}", 4, FinishReason.STOP)
         versions = VersionRange(first=seed, last=seed + 1)
         return (SampledResponse(response=response, versions=versions, ids_T=np.zeros(4, np.int32)),)
-
-
-class Prompts:
-    def encode(self, text: str) -> np.ndarray:
-        return np.zeros(1, dtype=np.int32)
 
 
 async def evaluated(call: Call, num_tasks: int, *, num_samples: int = 1) -> HeldOutScores:

@@ -15,14 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.config import dump_config
-from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import DEADLINE_S, NEVER_ENDING, REPOSITORY, read_lines
 from tests.support.processes import send_signal
-from tests.support.tiers import Starts, starts
+from tests.support.runs import write_tiny_run
 from tests.support.warm_python import REAL_PYTHON
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.procs]
 
 MARK = "FORGEASYNC_TEST_RUN"
 """In the environment of everything that a run starts, in whatever session."""
@@ -97,10 +95,7 @@ def _host(session: psutil.Process) -> str:
 
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hosts")
-    file = folder / "run.yaml"
-    file.write_text(dump_config(tiny_config(write_tiny_model(folder / "model"))))
-    return file
+    return write_tiny_run(tmp_path_factory.mktemp("hosts"), "launcher.kind=process")
 
 
 @pytest.fixture
@@ -109,36 +104,31 @@ def start(config_file: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def start_one(*overrides: str) -> Run:
-        runs.append(_start(config_file, *overrides))
+        mark = uuid.uuid4().hex
+        process = subprocess.Popen(
+            # Not the warm Python: what it starts would not be in its host's session.
+            [
+                REAL_PYTHON,
+                "-m",
+                "apps.grpo",
+                "--config",
+                str(config_file),
+                "launcher.kind=process",
+                *overrides,
+            ],
+            cwd=REPOSITORY,
+            env=os.environ | {"OMP_NUM_THREADS": "1", MARK: mark},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        runs.append(Run(process=process, mark=mark))
         return runs[-1]
 
     yield start_one
     for run in runs:
         send_signal(run.processes())
-
-
-@starts(Starts.PROCS)
-def _start(config_file: Path, *overrides: str) -> Run:
-    mark = uuid.uuid4().hex
-    process = subprocess.Popen(
-        [
-            # Not the warm one: what it starts would not be in its host's session.
-            REAL_PYTHON,
-            "-m",
-            "apps.grpo",
-            "--config",
-            str(config_file),
-            "launcher.kind=process",
-            *overrides,
-        ],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1", MARK: mark},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    return Run(process=process, mark=mark)
 
 
 def test_weights_and_payloads_travel_between_hosts_that_share_no_memory(
