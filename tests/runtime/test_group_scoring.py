@@ -29,7 +29,7 @@ from forgeasync.runtime import (
 from forgeasync.testing import HandTime, tiny_config
 from forgeasync.waiting import DeadlineExceeded
 from tests.support.buffer_world import make_task
-from tests.support.loops import Prompts
+from tests.support.loops import Prompts, make_problem
 
 MAX_LOST = ScorerSection().max_lost
 Call = Callable[[Task, Sequence[Response]], Awaitable[ScoredResponses]]
@@ -44,20 +44,16 @@ def scored(*values: float, num_timeouts: int = 0) -> ScoredResponses:
     return ScoredResponses(scores=scores, counts=VerifierCounts(num_timeouts=num_timeouts))
 
 
-def make_scoring(
-    call: Call, *, max_concurrent: int = 8, max_attempts: int = 3, max_in_flight: int = 16
-) -> GroupScoring:
+def make_scoring(call: Call, **section: int) -> GroupScoring:
     """Whole groups are scored by one call each; ``test_scorer_pool`` has those that are not."""
 
     async def with_place(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
         assert first == 0
         return await call(task, responses)
 
-    section = ScorerSection(
-        max_concurrent=max_concurrent, max_attempts=max_attempts, max_in_flight=max_in_flight
-    )
-    pool = ScorerPool([with_place], section, retry_wait_s=0.0, isolation="landlock")
-    return GroupScoring(pool, section, compares=lambda task: True)
+    config = ScorerSection(**({"max_concurrent": 8, "max_attempts": 3, "max_in_flight": 16} | section))
+    pool = ScorerPool([with_place], config, retry_wait_s=0.0, isolation="landlock")
+    return GroupScoring(pool, config, compares=lambda task: True)
 
 
 class Answers:
@@ -369,7 +365,7 @@ class Generators:
 
 async def evaluated(call: Call, num_tasks: int, *, num_samples: int = 1) -> HeldOutScores:
     sampling = tiny_config(Path("unused")).sampling
-    tasks = [make_task(i) for i in range(num_tasks)]
+    tasks = [make_problem(i) for i in range(num_tasks)]
     return await evaluate(
         ProblemSet(tasks=tasks, sampling=sampling, num_samples=num_samples),
         ResponseGroups(
