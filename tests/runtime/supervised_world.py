@@ -42,11 +42,17 @@ class Started:
     mark: str
 
 
+def only_beats(process: Process) -> SimpleNamespace:
+    return SimpleNamespace(beat=answers(process))
+
+
 class SupervisedWorld:
     """A pool, and the processes that it has started; ``script`` makes the actor of each one."""
 
     def __init__(
-        self, build: Callable[["SupervisedWorld"], SupervisedPool[Any]], script: Callable[[Process], object]
+        self,
+        build: Callable[["SupervisedWorld"], SupervisedPool[Any]],
+        script: Callable[[Process], object] = only_beats,
     ) -> None:
         self.script = script
         self.told: list[str] = []
@@ -101,7 +107,7 @@ async def started(
     build: Callable[[SupervisedWorld], SupervisedPool[Any]],
     num: int,
     *,
-    script: Callable[[Process], object] = lambda process: SimpleNamespace(beat=answers(process)),
+    script: Callable[[Process], object] = only_beats,
     are_ended_by_monarch: bool = False,
 ) -> AsyncIterator[SupervisedWorld]:
     """A pool that is watched; nothing of it is left afterwards."""

@@ -82,7 +82,7 @@ async def test_only_what_was_in_flight_is_said_to_be_lost(
     async with generators_of(("a", "a"), folders=[tmp_path]) as world:
         for replica in world.pool.replicas:
             replica.spawned.in_flight = tmp_path / "nothing"
-        groups = [sample(world, 5)] * has_group
+        groups = [sample(world, 5)] if has_group else []
         await world.until(lambda: len(running(world)) == len(groups))
         world.kill(0)
         await replaced(world)

@@ -19,7 +19,6 @@ from monarch.config import get_global_config
 
 from forgeasync.config import (
     ProcessRewardModel,
-    SlurmLauncher,
     TimeoutSection,
     check_gpus,
     num_gpus_needed,
@@ -293,7 +292,7 @@ class Agent:
 
 
 def job_hosts_of(folder: Path, *found: JobHost, host_s: float) -> JobHosts:
-    launcher = SlurmLauncher(kind="slurm", gpus_per_host=0, partition="main")
+    launcher = ProcessLauncher(kind="process")
     hosts = JobHosts(launcher, "test", folder, TimeoutSection(host_s=host_s))
     hosts._hosts = {HostRole.TRAINER: list(found)}
     return hosts

@@ -216,7 +216,7 @@ async def test_starts_that_fail_again_and_again_end_the_run(user: User) -> None:
 
 
 async def test_the_first_start_that_fails_is_told_as_it_is(user: User) -> None:
-    world = SupervisedWorld(lambda world: user.build(world, 3600.0), lambda process: None)
+    world = SupervisedWorld(lambda world: user.build(world, 3600.0))
     world.fails_to_start = lambda number: number == 1
     with pytest.raises(ValueError, match="no such module"):
         await world.pool.start(NUM_PLACES)
