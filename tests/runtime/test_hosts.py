@@ -18,7 +18,9 @@ from monarch.actor import Actor, concurrent_endpoint, this_host
 from monarch.config import get_global_config
 
 from forgeasync.config import (
+    ProcessLauncher,
     ProcessRewardModel,
+    SlurmLauncher,
     TimeoutSection,
     check_gpus,
     num_gpus_needed,
@@ -291,8 +293,9 @@ class Agent:
         return 0
 
 
-def job_hosts_of(folder: Path, *found: JobHost, host_s: float) -> JobHosts:
-    launcher = ProcessLauncher(kind="process")
+def job_hosts_of(
+    folder: Path, *found: JobHost, launcher: ProcessLauncher | SlurmLauncher, host_s: float
+) -> JobHosts:
     hosts = JobHosts(launcher, "test", folder, TimeoutSection(host_s=host_s))
     hosts._hosts = {HostRole.TRAINER: list(found)}
     return hosts
@@ -308,7 +311,8 @@ async def test_hosts_that_are_left_are_called_until_the_run_has_ended(
     """One that nobody calls ends itself: the trainer would, while it saves the weights."""
     monkeypatch.setattr(job_hosts, "BEAT_S", 0.005)
     agents = [Agent(), Agent()]
-    hosts = job_hosts_of(tmp_path, *map(with_agent, HOSTS, agents), host_s=0.2)
+    launcher = SlurmLauncher(kind="slurm", gpus_per_host=0, partition="main")
+    hosts = job_hosts_of(tmp_path, *map(with_agent, HOSTS, agents), launcher=launcher, host_s=0.2)
     watching = asyncio.create_task(hosts.watch())
     agents[0].is_cut_off = True
     await hand_time.pass_until(watching.done, step_s=0.005)
@@ -334,7 +338,8 @@ async def test_a_host_that_ends_during_a_call_is_missed_at_once(
     process = await asyncio.create_subprocess_exec("sleep", "600")
     agent = Agent()
     agent.is_cut_off = True
-    hosts = job_hosts_of(tmp_path, with_agent(HOSTS[2], agent, worker_pid=process.pid), host_s=50.0)
+    found = with_agent(HOSTS[2], agent, worker_pid=process.pid)
+    hosts = job_hosts_of(tmp_path, found, launcher=ProcessLauncher(kind="process"), host_s=50.0)
     watching = asyncio.create_task(hosts.watch())
     while not agent.num_beats:
         await asyncio.sleep(0.001)
