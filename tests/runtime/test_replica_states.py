@@ -161,3 +161,53 @@ class Generators(RuleBasedStateMachine):
 
 Generators.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestGenerators = Generators.TestCase
+
+
+def healthy_table(num: int) -> ReplicaTable:
+    table = ReplicaTable()
+    for rank in range(num):
+        table.ready(table.start(rank, "a"))
+    return table
+
+
+def take(table: ReplicaTable, number: int, version: int) -> None:
+    table.published(version)
+    table.begin_update(number, version)
+    table.updated(number)
+
+
+def test_a_newcomer_waits_for_the_update_that_runs_meanwhile() -> None:
+    table = healthy_table(2)
+    take(table, 0, 5)
+    take(table, 1, 5)
+    table.lose(1)
+    table.ready(table.start(1, "a"))
+    assert table.of(2).state is ReplicaState.STALE and table.assign(1) == 0
+    table.begin_update(2, 5)
+    table.published(6)
+    table.updated(2)
+    assert table.of(2).state is ReplicaState.HEALTHY, "the newest when its update began"
+    assert table.served == 5 and table.all_have(5)
+
+
+def test_a_newcomer_that_is_older_than_what_is_served_takes_one_more_update() -> None:
+    table = healthy_table(2)
+    take(table, 0, 5)
+    table.lose(1)
+    assert table.served == 5, "the slowest has gone"
+    table.ready(table.start(1, "a"))
+    table.begin_update(2, 5)
+    take(table, 0, 6)
+    table.updated(2)
+    assert (table.of(2).state, table.served) == (ReplicaState.STALE, 6)
+    take(table, 2, 6)
+    assert table.of(2).state is ReplicaState.HEALTHY
+
+
+def test_a_spare_takes_groups_once_it_is_promoted() -> None:
+    table = healthy_table(1)
+    table.ready(table.start(1, "a", is_spare=True))
+    assert {table.assign(1) for _ in range(3)} == {0}
+    table.lose(0)
+    assert table.assign(1) is None
+    assert table.promote() == 1 and table.assign(1) == 1 and table.promote() is None
