@@ -15,6 +15,7 @@ from forgeasync.waiting import DeadlineExceeded
 from tests.support.loops import Endpoint
 from tests.support.replicas import ReplicaWorld, generators_of
 from tests.support.rollouts import make_stored_rollout
+from tests.support.standing_still import CALL
 
 SAMPLING = SamplingSection(max_response_tokens=8)
 PROMPT = np.arange(3, dtype=np.int32)
@@ -61,6 +62,7 @@ async def test_a_generator_that_is_gone_is_replaced_and_its_groups_go_on_elsewhe
             await world.until(lambda: world.state(0) is ReplicaState.SUSPECT)
             replica.heartbeat.silent_s += 600.0
         await world.until(lambda: world.state(0) is ReplicaState.DEAD)
+        assert (f"MainThread in {CALL} (" in world.told[0]) == (sent is signal.SIGSTOP)
         if sent is signal.SIGSTOP:
             assert "; the controller waits in GeneratorRouter.sample_group (forgeasync/" in world.told[0]
             assert "(4 of these)" in world.told[0]
@@ -69,7 +71,13 @@ async def test_a_generator_that_is_gone_is_replaced_and_its_groups_go_on_elsewhe
         # Each group was sampled with its own prompt and seed, those of the lost one twice.
         sampled = [call for call, _, when in world.log if call.startswith("sample")]
         assert sorted(sampled) == sorted(f"sample {group} [0, 1, 2] 11" for group in (0, 1, 2, 3, *(0, 2)))
+        assert world.generators[0].process.wait() == -signal.SIGKILL, "also one that has stopped"
+        metrics = world.faults.metrics()
+        assert metrics["faults/detected_generator"] == metrics["faults/recovered_generator"] == 1
         assert world.router.metrics()["generator/num_moved_groups"] == 2
+        live = {world.generators[number].process.pid for number in (1, 2)}
+        assert {one.pid for one in world.listing.entries} == live
+        await world.until(lambda: world.num_stopped == 1)
         tokens = [one.num_generated_tokens for one in await world.router.stats()]
         assert sum(tokens) == 30, "those of the lost one still count"
 

@@ -26,12 +26,14 @@ from forgeasync.runtime import (
     ScorerPool,
     Unscored,
 )
+from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool
 from forgeasync.testing import HandTime, tiny_config
 from forgeasync.waiting import DeadlineExceeded
 from tests.support.buffer_world import make_task
 from tests.support.loops import Prompts, make_problem
 
 MAX_LOST = ScorerSection().max_lost
+ENDLESS = r"\boxed{\Gamma(1000000000)}"
 Call = Callable[[Task, Sequence[Response]], Awaitable[ScoredResponses]]
 
 
@@ -416,3 +418,48 @@ class TestEvaluation:
         unscored = await evaluated(Answers(ConnectionRefusedError()), 3)
         counts = {"eval/num_unscored": 3, "eval/version_min": 0, "eval/version_max": 3}
         assert unscored.accuracy is None and unscored.metrics() == counts
+
+    @pytest.mark.exhaustive
+    def test_endless_answers_among_others_score_zero_and_end_nothing(self) -> None:
+        num_endless, num_problems, limit_s = 4, 16, 5.0
+        pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=2, answer_limit_s=limit_s))
+        pool.start()
+
+        class Answers:
+            counts = VerifierCounts()
+
+            def score(self, task: Task, response: str) -> Score:
+                answer = ENDLESS if task.source_index % 4 == 0 else r"\boxed{4}"
+                return pool.score(MathProblem(answer="4"), answer)
+
+        # Shorter than all endless answers together: queueing must not count.
+        scoring = ResponseScoring(Answers().score, num_workers=2, limit_s=9.0)
+
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            return ScoredResponses(
+                scores=await scoring.score(task, [one.text for one in responses]), counts=pool.counts
+            )
+
+        result = asyncio.run(evaluated(judge, num_problems))
+        assert result.num_unscored == 0
+        assert result.num_correct == num_problems - num_endless
+        assert pool.counts == VerifierCounts(num_timeouts=num_endless)
+        scoring.close()
+        pool.close()
+
+    def test_endless_answers_of_a_group_score_zero(self) -> None:
+        pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=2, answer_limit_s=0.1))
+        pool.start()
+
+        class Answers:
+            counts = VerifierCounts()
+
+            def score(self, task: Task, response: str) -> Score:
+                return pool.score(MathProblem(answer="4"), response)
+
+        scoring = ResponseScoring(Answers().score, num_workers=2, limit_s=300.0)
+        scores = asyncio.run(scoring.score(make_task(0), [ENDLESS] * 4))
+        assert scores == (Score(value=0.0, is_correct=False),) * 4
+        assert pool.counts == VerifierCounts(num_timeouts=4)
+        scoring.close()
+        pool.close()

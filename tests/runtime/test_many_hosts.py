@@ -15,12 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.app_runs import DEADLINE_S, NEVER_ENDING, REPOSITORY, read_lines
+from forgeasync.config import dump_config
+from forgeasync.testing import tiny_config, write_tiny_model
+from tests.support.app_runs import DEADLINE_S, NEVER_ENDING, REPOSITORY, read_lines, wait_for_step
 from tests.support.processes import send_signal
-from tests.support.runs import write_tiny_run
+from tests.support.tiers import Starts, starts
 from tests.support.warm_python import REAL_PYTHON
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.procs]
+pytestmark = pytest.mark.exhaustive
 
 MARK = "FORGEASYNC_TEST_RUN"
 """In the environment of everything that a run starts, in whatever session."""
@@ -95,7 +97,10 @@ def _host(session: psutil.Process) -> str:
 
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_run(tmp_path_factory.mktemp("hosts"), "launcher.kind=process")
+    folder = tmp_path_factory.mktemp("hosts")
+    file = folder / "run.yaml"
+    file.write_text(dump_config(tiny_config(write_tiny_model(folder / "model"))))
+    return file
 
 
 @pytest.fixture
@@ -104,31 +109,36 @@ def start(config_file: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def start_one(*overrides: str) -> Run:
-        mark = uuid.uuid4().hex
-        process = subprocess.Popen(
-            # Not the warm Python: what it starts would not be in its host's session.
-            [
-                REAL_PYTHON,
-                "-m",
-                "apps.grpo",
-                "--config",
-                str(config_file),
-                "launcher.kind=process",
-                *overrides,
-            ],
-            cwd=REPOSITORY,
-            env=os.environ | {"OMP_NUM_THREADS": "1", MARK: mark},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        runs.append(Run(process=process, mark=mark))
+        runs.append(_start(config_file, *overrides))
         return runs[-1]
 
     yield start_one
     for run in runs:
         send_signal(run.processes())
+
+
+@starts(Starts.PROCS)
+def _start(config_file: Path, *overrides: str) -> Run:
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [
+            # Not the warm one: what it starts would not be in its host's session.
+            REAL_PYTHON,
+            "-m",
+            "apps.grpo",
+            "--config",
+            str(config_file),
+            "launcher.kind=process",
+            *overrides,
+        ],
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1", MARK: mark},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    return Run(process=process, mark=mark)
 
 
 def test_weights_and_payloads_travel_between_hosts_that_share_no_memory(
@@ -159,18 +169,35 @@ def test_weights_and_payloads_travel_between_hosts_that_share_no_memory(
     assert {"host-trainer-0.log", "host-generators-0.log", "host-generators-1.log"} <= logs
 
 
+def test_a_killed_host_ends_the_run_and_is_named(start: Callable[..., Run], tmp_path: Path) -> None:
+    """One of two hosts of the trainer, whose ranks have found each other before."""
+    run_dir = tmp_path / "run"
+    run = start(
+        f"run_dir={run_dir}",
+        NEVER_ENDING,
+        "launcher.hosts={trainer: 2, generators: 1}",
+        "max_off_policy_steps=1",
+    )
+    wait_for_step(run_dir, run.process)
+    run.look()
+    run.host("trainer_1").send_signal(signal.SIGKILL)
+    code, err = run.finish()
+    assert code == 1
+    last = err.splitlines()[-1]
+    assert "host trainer-1" in last and "lost" in last, err
+
+
 @pytest.mark.timeout(1500)
 def test_a_supervised_run_goes_on_after_a_trainer_host_is_lost(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """One of two hosts of the trainer, whose ranks have found each other before. Snapshots are gone with it;
-    the next start has a new one and goes on from the checkpoint."""
+    """Snapshots are gone with the host; the next start has a new one and goes on from the checkpoint."""
     run_dir = tmp_path / "run"
     run = start(
         f"run_dir={run_dir}",
         NEVER_ENDING,
         "--supervise",
-        "launcher.hosts={trainer: 2, generators: 1}",
+        "launcher.hosts={trainer: 1, generators: 1}",
         "checkpoint.every_steps=2",
         "max_off_policy_steps=1",
     )
@@ -185,7 +212,7 @@ def test_a_supervised_run_goes_on_after_a_trainer_host_is_lost(
         return [(one["event"], one["role"]) for one in read_lines(faults)] if faults.exists() else []
 
     run.wait(lambda: newest() >= 5)
-    run.host("trainer_1").send_signal(signal.SIGKILL)
+    run.host("trainer_0").send_signal(signal.SIGKILL)
     run.wait(lambda: ("recovered", "host") in events())
     run.wait(lambda: newest() >= 7)
     run.process.send_signal(signal.SIGTERM)
@@ -193,7 +220,7 @@ def test_a_supervised_run_goes_on_after_a_trainer_host_is_lost(
     assert code == 143, err
     assert events().count(("detected", "host")) == 1
     lost = next(one for one in read_lines(faults) if one["role"] == "host")
-    assert "host trainer-1 (" in lost["what"] and "is lost: " in lost["what"]
+    assert "host trainer-0 (" in lost["what"] and "is lost: " in lost["what"]
     assert "with --resume latest" in err
     (resumed,) = [line for line in read_lines(run_dir / "ledger.jsonl") if line["event"] == "resumed"]
     assert resumed["step"] >= 2, "from a checkpoint"

@@ -20,6 +20,20 @@ async def until(begun: threading.Event) -> None:
         await asyncio.sleep(0)
 
 
+async def test_calls_run_one_after_the_other_in_one_thread() -> None:
+    thread, log = OrderedThread("trains"), []
+
+    async def call(number: int) -> None:
+        async with thread.turn():
+            # Those that come first take the longest to get ready.
+            for _ in range(NUM_CALLS - number):
+                await asyncio.sleep(0)
+            await thread.run(lambda: log.append((number, threading.current_thread().name)))
+
+    await asyncio.gather(*(call(number) for number in range(NUM_CALLS)))
+    assert log == [(number, "trains") for number in range(NUM_CALLS)]
+
+
 async def test_the_event_loop_is_free_while_the_thread_works() -> None:
     thread, begun, let_go = OrderedThread("trains"), threading.Event(), threading.Event()
 

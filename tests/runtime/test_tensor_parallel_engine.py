@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from forgeasync.config import SamplingSection
+from forgeasync.config import RunConfig, SamplingSection
 from forgeasync.models import read_model_facts
 from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.engines import start_engine
@@ -20,14 +20,35 @@ PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 17)]
 
 
 def texts_of_one_worker(folder: Path) -> list[str]:
-    async def sample() -> list[str]:
-        config = tiny_config(folder)
-        engine = await start_engine(folder, config.generator, config.weights)
-        groups = [await engine.generate(prompt_ids_P=one, num_samples=1, sampling=GREEDY) for one in PROMPTS]
-        engine.shutdown()
-        return [rollout.text for (rollout,) in groups]
+    return asyncio.run(_texts_of_one_worker(folder))
 
-    return asyncio.run(sample())
+
+async def _texts_of_one_worker(folder: Path) -> list[str]:
+    config = tiny_config(folder)
+    engine = await start_engine(folder, config.generator, config.weights)
+    groups = [await engine.generate(prompt_ids_P=one, num_samples=1, sampling=GREEDY) for one in PROMPTS]
+    engine.shutdown()
+    return [rollout.text for (rollout,) in groups]
+
+
+async def _two_workers(config: RunConfig, folder: Path, logs: Path) -> tuple[list[str], list[bool]]:
+    """Texts; and of every worker of the engine, whether it is a fork of its parent."""
+    # Not at the top: the engine of one worker runs in a process that reads this file, and vLLM looks at all
+    # that it has imported, where Monarch's web server has objects that refuse to be looked at.
+    from forgeasync.runtime import CancelledGroup, ProcessManager, RefusedGroup, start_generators
+
+    procs = ProcessManager(logs)
+    try:
+        generators = await start_generators(procs, config, read_model_facts(str(folder)), folder)
+        texts = []
+        for number, prompt in enumerate(PROMPTS):
+            answer = await generators.sample_group(number, prompt, num_samples=1, sampling=GREEDY)
+            assert not isinstance(answer, RefusedGroup | CancelledGroup), answer
+            texts.append(answer[0].text)
+        workers = list(workers_of(logs))
+        return texts, [library_address(one.pid) == library_address(one.ppid()) for one in workers]
+    finally:
+        await procs.close()
 
 
 def workers_of(logs: Path) -> Iterator[psutil.Process]:
@@ -58,27 +79,13 @@ def library_address(pid: int) -> bytes:
 @pytest.mark.procs
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-async def test_its_workers_are_spawned_and_sample_what_one_worker_does(tmp_path: Path) -> None:
-    # Not at the top: the engine of one worker runs in a process that reads this file, and vLLM looks at all
-    # that it has imported, where Monarch's web server has objects that refuse to be looked at.
-    from forgeasync.runtime import CancelledGroup, ProcessManager, RefusedGroup, start_generators
-
-    folder, logs = write_tiny_model(tmp_path / "hf", scale=12.0), tmp_path / "logs"
+def test_its_workers_are_spawned_and_sample_what_one_worker_does(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf", scale=12.0)
     config = tiny_config(folder)
     generator = config.generator.model_copy(update={"tensor_parallel": 2})
     timeouts = config.timeouts.model_copy(update={"setup_s": 800.0})
     config = config.model_copy(update={"generator": generator, "timeouts": timeouts})
     alone = run_alone(texts_of_one_worker, folder)
-    procs = ProcessManager(logs)
-    try:
-        generators = await start_generators(procs, config, read_model_facts(str(folder)), folder)
-        texts = []
-        for number, prompt in enumerate(PROMPTS):
-            answer = await generators.sample_group(number, prompt, num_samples=1, sampling=GREEDY)
-            assert not isinstance(answer, RefusedGroup | CancelledGroup), answer
-            texts.append(answer[0].text)
-        are_forks = [library_address(one.pid) == library_address(one.ppid()) for one in workers_of(logs)]
-    finally:
-        await procs.close()
+    texts, are_forks = asyncio.run(_two_workers(config, folder, tmp_path / "logs"))
     assert texts == alone and all(len(text) > 3 for text in texts), "greedy, in float32"
     assert are_forks == [False, False], "a fork of a proc with threads may hang"

@@ -1,6 +1,7 @@
 """Trainer ranks as procs, called back to back: versions are of their own steps, errors have tracebacks."""
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -51,16 +52,19 @@ def _train(setup: TrainerSetup) -> list[dict[str, torch.Tensor]]:
     return versions
 
 
-@pytest.mark.procs
-@pytest.mark.exhaustive
-async def test_versions_are_those_of_their_steps_however_close_the_calls(tmp_path: Path) -> None:
-    setup = _setup(write_tiny_model(tmp_path / "hf"))
-    expected = run_ranks(NUM_RANKS, _train, setup)[0]
-    procs = ProcessManager(tmp_path / "run", LocalHosts())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    staged: list[dict[str, torch.Tensor]]
+    policy_versions: list[int]
+    error: ActorError
+
+
+async def _scenario(setup: TrainerSetup, out: Path) -> Seen:
+    procs = ProcessManager(out, LocalHosts())
     try:
         trainer = await start_trainer(procs, setup, TimeoutSection())
         layout = await trainer.lay_out_weights(Dtype.FLOAT32)
-        folders = [tmp_path / f"staging-{rank}" for rank in range(NUM_RANKS)]
+        folders = [out / f"staging-{rank}" for rank in range(NUM_RANKS)]
         for folder in folders:
             folder.mkdir()
         await trainer.open_staging(folders, "shared_memory", generator_hosts=frozenset())
@@ -76,26 +80,39 @@ async def test_versions_are_those_of_their_steps_however_close_the_calls(tmp_pat
                 actor.policy_version.call_one(),
             ]
         found = await asyncio.gather(*(asyncio.ensure_future(answer) for answer in answers))
-        assert found[4::5] == [2] * NUM_RANKS
-        for slot, weights in enumerate(expected):
+        staged = []
+        for slot in range(2):
             shards = [await actor.finish_staging.call_one(slot) for actor in trainer._ranks]
-            assert {shard.version for shard in shards} == {slot + 1}
             manifest = Manifest(
-                version=slot + 1,
+                version=shards[0].version,
                 slot=slot,
                 layout_digest=layout.digest,
                 checksums=tuple(shard.checksums for shard in shards),
                 waited_s=0.0,
                 staging_s=0.0,
             )
-            staged = dict(StagedVersion(trainer.staged(manifest)).tensors())
-            assert staged.keys() == weights.keys()
-            assert all(torch.equal(staged[name], weights[name]) for name in staged)
+            assert {shard.version for shard in shards} == {slot + 1}
+            version = StagedVersion(trainer.staged(manifest))
+            staged.append({name: tensor.clone() for name, tensor in version.tensors()})
         with pytest.raises(ActorError) as caught:
             await trainer.train_rows([["no row"]] * NUM_RANKS, step=3)  # type: ignore[list-item]
+        return Seen(staged=staged, policy_versions=found[4::5], error=caught.value)
     finally:
         await procs.close()
-    assert not any(torch.equal(expected[0][name], expected[1][name]) for name in expected[0])
-    text = str(caught.value)
+
+
+@pytest.mark.procs
+@pytest.mark.exhaustive
+def test_versions_are_those_of_their_steps_however_close_the_calls(tmp_path: Path) -> None:
+    setup = _setup(write_tiny_model(tmp_path / "hf"))
+    expected = run_ranks(NUM_RANKS, _train, setup)[0]
+    seen = asyncio.run(_scenario(setup, tmp_path / "run"))
+    assert seen.policy_versions == [2] * NUM_RANKS
+    for staged, weights in zip(seen.staged, expected, strict=True):
+        assert staged.keys() == weights.keys()
+        assert all(torch.equal(staged[name], weights[name]) for name in staged)
+    differs = [name for name in expected[0] if not torch.equal(expected[0][name], expected[1][name])]
+    assert len(differs) == len(expected[0])
+    text = str(seen.error)
     assert "AttributeError: 'str' object" in text
     assert "policy_trainer.py" in text and "in train_step" in text, "the traceback of the trainer's thread"

@@ -2,11 +2,9 @@
 
 import asyncio
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -47,7 +45,6 @@ from tests.support.recorded_rollouts import make_rollout
 from tests.support.trainer_faults import ANSWERED, FaultyLoss, Moment, TrainerFault, Way
 
 NUM_RANKS, NUM_STEPS, CHECKPOINT_AFTER = 2, 5, 3
-ANY = set(range(NUM_STEPS + 1))
 LONG_S = 900.0
 """Limit of tests that start several trainers one after the other, on a machine with other work."""
 
@@ -115,7 +112,7 @@ def make_setup(model: Path, loss: Loss, **recovery: object) -> TrainerSetup:
 
 
 async def start_looking_after(
-    procs: ProcessManager, setup: TrainerSetup, told: list[str], timeouts: TimeoutSection
+    procs: ProcessManager, setup: TrainerSetup, out: Path, told: list[str], timeouts: TimeoutSection
 ) -> TrainerRecovery:
     async def reconnect(*weights: object) -> None:
         told.append("generators connected again")
@@ -150,7 +147,7 @@ async def make_steps(
     told: list[str] = []
     procs = ProcessManager(out, LocalHosts(), faults=FaultLog(out / "faults.jsonl", told.append))
     try:
-        trainer = await start_looking_after(procs, setup, told, timeouts)
+        trainer = await start_looking_after(procs, setup, out, told, timeouts)
         exchange = WeightExchange(WeightLedger(lease_timeout_s=60.0))
         trainer.when_buffers_are_new(lambda: exchange.change(lambda ledger: ledger.forget_committed()))
         metrics, staged = [], []
@@ -254,51 +251,80 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert not differ
 
 
-def further(*faults: TrainerFault, num_made_again: set[int] = ANY, told: str = "", **changes: object) -> Any:
-    """A case for ``make test-all`` alone."""
-    marks = (pytest.mark.exhaustive, pytest.mark.timeout(LONG_S))
-    return pytest.param(list(faults), num_made_again, told, changes, marks=marks)
+@pytest.mark.procs
+def test_a_rank_that_dies_over_the_snapshot_of_a_step_that_was_answered(
+    world: World, undisturbed: Made, tmp_path: Path
+) -> None:
+    made = disturb(world, tmp_path / "run", TrainerFault(step=4, rank=0, moment=Moment.SNAPSHOT))
+    check(made, undisturbed, num_faults=1)
+    assert made.num_made_again == 1, "step 4 had no snapshot on rank 0"
 
 
 @pytest.mark.procs
+@pytest.mark.exhaustive
+@pytest.mark.timeout(LONG_S)
 @pytest.mark.parametrize(
-    ("faults", "num_made_again", "told", "changes"),
+    ("fault", "num_made_again"),
     [
-        # Over the snapshot of a step that was answered: step 4 had none on rank 0.
-        ([TrainerFault(step=4, rank=0, moment=Moment.SNAPSHOT)], {1}, "", {}),
-        further(TrainerFault(step=2), num_made_again={0}),
-        further(TrainerFault(step=1, rank=0, way=Way.EXIT), num_made_again={0}),
-        # The snapshot is written beside.
-        further(TrainerFault(step=2, moment=Moment.STAGING), num_made_again={0, 1}),
-        further(TrainerFault(step=3, moment=Moment.SNAPSHOT, way=Way.SEGFAULT), num_made_again={1}),
-        # Of every other step: step 3 is made again.
-        further(TrainerFault(step=1), TrainerFault(step=4), num_made_again={1}, snapshot_every_steps=2),
-        # The fault is armed in the step before, and happens when the files are to be shown.
-        further(TrainerFault(step=CHECKPOINT_AFTER, rank=0, moment=Moment.CHECKPOINT)),
-        further(
-            TrainerFault(step=2, way=Way.STOP),
-            told=r"not answered for trainer.*heartbeat_s = 8 s; (.*; )?the controller waits in .*train",
-        ),
-        further(
-            TrainerFault(step=2, way=Way.HANG),
-            told="is stuck: the trainer making step 2 took longer than 60 s",
-            timeouts=TimeoutSection(train_step_s=60.0),
-        ),
+        (TrainerFault(step=2), 0),
+        (TrainerFault(step=1, rank=0, way=Way.EXIT), 0),
+        (TrainerFault(step=2, moment=Moment.STAGING), 0),
+        (TrainerFault(step=3, moment=Moment.SNAPSHOT, way=Way.SEGFAULT), 1),
     ],
 )
-def test_a_rank_that_ends_in_whatever_way_and_moment_changes_nothing(
-    world: World,
-    undisturbed: Made,
-    tmp_path: Path,
-    faults: list[TrainerFault],
-    num_made_again: set[int],
-    told: str,
-    changes: dict[str, Any],
+def test_ranks_that_end_in_other_ways_and_at_other_moments(
+    world: World, undisturbed: Made, tmp_path: Path, fault: TrainerFault, num_made_again: int
 ) -> None:
-    made = disturb(world, tmp_path / "run", *faults, **changes)
-    check(made, undisturbed, num_faults=len(faults))
-    assert made.num_made_again in num_made_again
-    assert any(re.search(told, text) for text in made.told), made.told
+    made = disturb(world, tmp_path / "run", fault)
+    check(made, undisturbed, num_faults=1)
+    if fault.moment is not Moment.STAGING:
+        assert made.num_made_again == num_made_again
+    else:
+        assert made.num_made_again <= 1, "the snapshot is written beside"
+
+
+@pytest.mark.procs
+@pytest.mark.exhaustive
+@pytest.mark.timeout(LONG_S)
+def test_a_rank_that_is_stopped(world: World, undisturbed: Made, tmp_path: Path) -> None:
+    made = disturb(world, tmp_path / "run", TrainerFault(step=2, way=Way.STOP))
+    check(made, undisturbed, num_faults=1)
+    (told,) = [
+        text for text in made.told if "has not answered for trainer.recovery.heartbeat_s = 8 s; " in text
+    ]
+    assert "; the controller waits in " in told and "train" in told.partition("waits in ")[2]
+
+
+@pytest.mark.procs
+@pytest.mark.exhaustive
+@pytest.mark.timeout(LONG_S)
+def test_a_collective_that_never_ends(world: World, undisturbed: Made, tmp_path: Path) -> None:
+    timeouts = TimeoutSection(train_step_s=60.0)
+    made = disturb(world, tmp_path / "run", TrainerFault(step=2, way=Way.HANG), timeouts=timeouts)
+    check(made, undisturbed, num_faults=1)
+    assert any("is stuck: the trainer making step 2 took longer than 60 s" in text for text in made.told)
+
+
+@pytest.mark.procs
+@pytest.mark.exhaustive
+@pytest.mark.timeout(LONG_S)
+def test_a_checkpoint_whose_writer_dies_is_written_again(
+    world: World, undisturbed: Made, tmp_path: Path
+) -> None:
+    """The fault is armed in the step before, and happens when the files are to be shown."""
+    fault = TrainerFault(step=CHECKPOINT_AFTER, rank=0, moment=Moment.CHECKPOINT)
+    made = disturb(world, tmp_path / "run", fault)
+    check(made, undisturbed, num_faults=1)
+
+
+@pytest.mark.procs
+@pytest.mark.exhaustive
+@pytest.mark.timeout(LONG_S)
+def test_snapshots_of_every_other_step(world: World, undisturbed: Made, tmp_path: Path) -> None:
+    faults = (TrainerFault(step=1), TrainerFault(step=4))
+    made = disturb(world, tmp_path / "run", *faults, snapshot_every_steps=2)
+    check(made, undisturbed, num_faults=2)
+    assert made.num_made_again == 1, "step 3"
 
 
 @pytest.mark.procs
