@@ -208,6 +208,8 @@ async def test_one_that_is_slow_gets_no_groups_and_is_replaced(monkeypatch: pyte
         await finished(world, groups)
         limit = "(generator.slow_factor = 3)"
         assert f"is slow: its steps take 5.0 times as long as those of its peers {limit}" in world.told[0]
+        metrics = world.faults.metrics()
+        assert metrics["faults/detected_generator"] == metrics["faults/recovered_generator"] == 1
 
 
 async def test_a_suspect_is_healthy_again_once_it_answers() -> None:
