@@ -27,26 +27,24 @@ def ending(
     )
 
 
-@pytest.mark.parametrize("exit_code", [1, 3, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT])
-def test_a_death_is_followed_by_a_start(exit_code: int) -> None:
-    assert is_death(ending(exit_code))
-    assert RestartPolicy(0).after(ending(exit_code)) == Restart()
-
-
 @pytest.mark.parametrize(
-    ("exit_code", "said"), [(0, 0), (2, 2), (130, 130), (143, 143), (-signal.SIGTERM, 143)]
+    ("exit_code", "stopped_by", "decision"),
+    [
+        *((one, None, Restart()) for one in (1, 3, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT)),
+        # Done, refused and stopped runs stay ended; the last one was stopped before it handled the signal.
+        *((one, None, End(exit_code=one)) for one in (0, 2, 130, 143)),
+        (-signal.SIGTERM, None, End(exit_code=143)),
+        # Whatever a run does that was told to stop.
+        *((one, signal.SIGTERM, End(exit_code=one)) for one in (1, 143, 0)),
+        (-signal.SIGKILL, signal.SIGTERM, End(exit_code=143)),
+    ],
 )
-def test_done_refused_and_stopped_runs_stay_ended(exit_code: int, said: int) -> None:
-    """The last one was stopped before it handled the signal."""
-    assert not is_death(ending(exit_code))
-    assert RestartPolicy(0).after(ending(exit_code)) == End(exit_code=said)
-
-
-@pytest.mark.parametrize(("exit_code", "said"), [(1, 1), (143, 143), (-signal.SIGKILL, 143), (0, 0)])
-def test_whatever_a_run_that_was_told_to_stop_does_ends_it(exit_code: int, said: int) -> None:
-    stopped = ending(exit_code, stopped_by=signal.SIGTERM)
-    assert not is_death(stopped)
-    assert RestartPolicy(0).after(stopped) == End(exit_code=said)
+def test_only_a_death_is_followed_by_a_start(
+    exit_code: int, stopped_by: signal.Signals | None, decision: Restart | End
+) -> None:
+    one = ending(exit_code, stopped_by=stopped_by)
+    assert is_death(one) == isinstance(decision, Restart)
+    assert RestartPolicy(0).after(one) == decision
 
 
 def test_a_run_that_had_done_everything_is_not_started_again() -> None:

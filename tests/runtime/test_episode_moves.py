@@ -2,8 +2,7 @@
 real collecting loop's groups."""
 
 import asyncio
-import dataclasses
-import json
+import pickle
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from types import SimpleNamespace
@@ -43,7 +42,6 @@ from forgeasync.runtime import (
     SampledGroup,
     Spawned,
 )
-from forgeasync.testing import VirtualTime
 from forgeasync.waiting import Monitor
 from tests.support.buffer_world import make_task
 from tests.support.loops import Endpoint
@@ -56,14 +54,6 @@ LIMIT_S = 3600.0
 
 Turns = dict[EpisodeId, list[list[int]]]
 """By episode the tokens of its turns; each token is the number of the generator that sampled it."""
-
-
-def encoded(turns: Turns) -> bytes:
-    return json.dumps([[dataclasses.asdict(one), tokens] for one, tokens in turns.items()]).encode()
-
-
-def decoded(data: bytes) -> Turns:
-    return {EpisodeId(**one): tokens for one, tokens in json.loads(data)}
 
 
 class Generator:
@@ -167,8 +157,10 @@ class World:
         self.failure: Exception | None = None
         self.dies_on_restoring: set[int] = set()
         self.dies_on_storing: set[int] = set()
+        self.leaves_nothing = False
         self.stored: list[EpisodeId] = []
         self.dropped: list[int] = []
+        self.sampling: asyncio.Task[object]
         self.next()
 
     def next(self) -> None:
@@ -193,7 +185,7 @@ class World:
         self.next()
         replica.lost.set()
         self.workers.losses.change(lambda losses: losses.lose([number]))
-        groups = {} if turns is None or not turns else {GROUP: encoded(turns)}
+        groups = {} if turns is None or not turns else {GROUP: pickle.dumps(turns)}
         replica.left.set_result(InFlightRead(groups=groups))
 
     @asynccontextmanager
@@ -213,7 +205,7 @@ class World:
         if replica.number in self.dies_on_restoring:
             self.lose(replica.number, left=lambda turns: None)
             raise ProcessLost("it died")
-        turns = self.generators[replica.number].turns = decoded(data)
+        turns = self.generators[replica.number].turns = pickle.loads(data)
         return {
             episode: frozenset(number for number, one in enumerate(tokens) if len(one) == TURN_TOKENS)
             for episode, tokens in turns.items()
@@ -223,7 +215,7 @@ class World:
         self, replica: LiveReplica, group_id: int, ended: Sequence[EndedEpisode]
     ) -> tuple[StoredRollout, ...]:
         if replica.number in self.dies_on_storing:
-            self.lose(replica.number)
+            self.lose(replica.number, left=lambda turns: None if self.leaves_nothing else turns)
             raise ProcessLost("it died")
         self.stored = [one.episode for one in ended]
         turns = self.generators[replica.number].turns
@@ -284,76 +276,70 @@ class World:
         return sorted((one.index, one.attempt) for one in self.stored)
 
 
-def run(scenario: Callable[[World], "asyncio.Future[None]"]) -> World:
-    async def go() -> World:
-        world = World()
-        await scenario(world)
-        await world.until(lambda: world.workers.num_running == 0)
-        return world
-
-    return asyncio.run(go())
+@asynccontextmanager
+async def sampled_world() -> AsyncIterator[World]:
+    """A world whose generators sample a group; afterwards none of its episodes runs."""
+    world = World()
+    world.sampling = asyncio.create_task(world.sample())
+    yield world
+    await world.until(lambda: world.workers.num_running == 0)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=3))
 def test_every_token_is_sampled_once_however_often_generators_are_lost(before: list[int]) -> None:
-    async def scenario(world: World) -> None:
-        sampling = asyncio.create_task(world.sample())
-        for number, num_tokens in enumerate(before):
-            await world.sampled(number, num_tokens)
-            if sampling.done():
-                break
-            world.lose(number)
-        else:
-            await world.sampled(len(before), ALL_TOKENS)
-        assert isinstance(await sampling, SampledGroup)
+    async def scenario() -> World:
+        async with sampled_world() as world:
+            for number, num_tokens in enumerate(before):
+                await world.sampled(number, num_tokens)
+                if world.sampling.done():
+                    break
+                world.lose(number)
+            else:
+                await world.sampled(len(before), ALL_TOKENS)
+            assert isinstance(await world.sampling, SampledGroup)
+        return world
 
-    world = run(scenario)
+    world = asyncio.run(scenario())
     assert world.num_tokens == ALL_TOKENS
     assert world.attempts == [(0, 0), (1, 0), (2, 0)]
 
 
-def test_only_what_was_under_way_is_asked_for_as_repeated() -> None:
-    async def scenario(world: World) -> None:
-        sampling = asyncio.create_task(world.sample())
+async def test_only_what_was_under_way_is_asked_for_as_repeated() -> None:
+    async with sampled_world() as world:
         await world.sampled(0, 4)
         world.lose(0)
         await world.sampled(1, ALL_TOKENS)
-        await sampling
-
-    world = run(scenario)
+        await world.sampling
     assert all(not repeated for _, _, repeated in world.generators[0].asked)
     first_three, later = world.generators[1].asked[:SIZE], world.generators[1].asked[SIZE:]
     assert {index for index, _, _ in first_three} == {0, 1, 2} and all(one[2] for one in first_three)
     assert later and not any(repeated for _, _, repeated in later)
 
 
-def test_a_turn_past_its_deadline_interrupts_its_episode_and_not_the_run() -> None:
-    async def scenario() -> None:
-        generator = Generator(0)
-        episode = EpisodeId(group_id=GROUP, index=0)
-        request = EpisodeRequest(
-            task=make_task(0),
-            episode=episode,
-            generator=generator,  # type: ignore[arg-type]
-            generator_number=0,
-            sampling=SamplingSection(max_response_tokens=9),
-            seed=3,
-            keeps_record=False,
-            goes_on=True,
-        )
-        turns = EpisodeTurns(request, Monitor(KnownLosses()), limit_s=0.05)
-        asked = TurnRequest(after=None, given_ids=np.zeros(1, np.int32), max_tokens=9, stop=())
-        with pytest.raises(EpisodeInterrupted, match=r"a turn of group \d+ .*timeouts\.generate_s"):
-            await turns(episode, asked)
-        assert generator.asked and not generator.num_sampled
-
-    VirtualTime().run(scenario())
+@pytest.mark.usefixtures("virtual_time")
+async def test_a_turn_past_its_deadline_interrupts_its_episode_and_not_the_run() -> None:
+    generator = Generator(0)
+    episode = EpisodeId(group_id=GROUP, index=0)
+    request = EpisodeRequest(
+        task=make_task(0),
+        episode=episode,
+        generator=generator,  # type: ignore[arg-type]
+        generator_number=0,
+        sampling=SamplingSection(max_response_tokens=9),
+        seed=3,
+        keeps_record=False,
+        goes_on=True,
+    )
+    turns = EpisodeTurns(request, Monitor(KnownLosses()), limit_s=0.05)
+    asked = TurnRequest(after=None, given_ids=np.zeros(1, np.int32), max_tokens=9, stop=())
+    with pytest.raises(EpisodeInterrupted, match=r"a turn of group \d+ .*timeouts\.generate_s"):
+        await turns(episode, asked)
+    assert generator.asked and not generator.num_sampled
 
 
-def test_an_episode_whose_seen_turns_are_lost_runs_again_and_keeps_its_attempts() -> None:
-    async def scenario(world: World) -> None:
-        sampling = asyncio.create_task(world.sample())
+async def test_an_episode_whose_seen_turns_are_lost_runs_again_and_keeps_its_attempts() -> None:
+    async with sampled_world() as world:
         await world.sampled(0, 2 * TURN_TOKENS * SIZE)
         assert all(len(turns) == 3 for turns in world.generators[0].turns.values())
         # The log has the first two episodes, and of the second one a turn less than was seen.
@@ -361,71 +347,51 @@ def test_an_episode_whose_seen_turns_are_lost_runs_again_and_keeps_its_attempts(
         turns = world.generators[0].turns
         world.lose(0, left=lambda _: {first: turns[first], second: [turns[second][0], turns[second][1][:1]]})
         world.let_go(1)
-        assert isinstance(await sampling, SampledGroup)
-
+        assert isinstance(await world.sampling, SampledGroup)
     # There is one attempt only: the interrupted ones do not count.
-    assert run(scenario).attempts == [(0, 0), (1, 1), (2, 1)]
+    assert world.attempts == [(0, 0), (1, 1), (2, 1)]
 
 
-def test_an_episode_that_had_ended_runs_again_if_nothing_is_left_of_it() -> None:
-    async def scenario(world: World) -> None:
+@pytest.mark.parametrize("is_left", [True, False])
+async def test_a_group_whose_generator_dies_over_storing_it_is_stored_by_another(is_left: bool) -> None:
+    """From what is left of its episodes; if nothing is, they run again."""
+    async with sampled_world() as world:
         world.dies_on_storing.add(0)
-        lose = world.lose
-        world.lose = lambda number: lose(number, left=lambda turns: None)  # type: ignore[method-assign]
-        sampling = asyncio.create_task(world.sample())
+        world.leaves_nothing = not is_left
         await world.sampled(0, ALL_TOKENS)
         await world.until(lambda: len(world.generators) == 2)
         world.let_go(1)
-        assert isinstance(await sampling, SampledGroup)
-
-    assert run(scenario).attempts == [(0, 1), (1, 1), (2, 1)]
-
-
-def test_a_group_is_stored_by_another_generator_if_its_own_dies_over_it() -> None:
-    async def scenario(world: World) -> None:
-        world.dies_on_storing.add(0)
-        sampling = asyncio.create_task(world.sample())
-        await world.sampled(0, ALL_TOKENS)
-        assert isinstance(await sampling, SampledGroup)
-
-    world = run(scenario)
-    assert world.num_tokens == ALL_TOKENS and world.attempts == [(0, 0), (1, 0), (2, 0)]
+        assert isinstance(await world.sampling, SampledGroup)
+    assert world.num_tokens == (ALL_TOKENS if is_left else 2 * ALL_TOKENS)
+    assert world.attempts == [(index, int(not is_left)) for index in range(SIZE)]
 
 
-def test_what_the_first_one_left_outlives_one_that_dies_taking_it_over() -> None:
-    async def scenario(world: World) -> None:
+async def test_what_the_first_one_left_outlives_one_that_dies_taking_it_over() -> None:
+    async with sampled_world() as world:
         world.dies_on_restoring.add(1)
-        sampling = asyncio.create_task(world.sample())
         await world.sampled(0, 5)
         world.lose(0)
         await world.until(lambda: len(world.generators) == 3)
         await world.sampled(2, ALL_TOKENS)
-        assert isinstance(await sampling, SampledGroup)
-
-    world = run(scenario)
+        assert isinstance(await world.sampling, SampledGroup)
     assert world.num_tokens == ALL_TOKENS and not world.generators[1].num_sampled
 
 
-def test_a_group_that_loses_all_its_generators_is_given_up_and_its_episodes_end() -> None:
-    async def scenario(world: World) -> None:
-        sampling = asyncio.create_task(world.sample())
+async def test_a_group_that_loses_all_its_generators_is_given_up_and_its_episodes_end() -> None:
+    async with sampled_world() as world:
         for number in range(4):
             await world.sampled(number, 1)
             world.lose(number)
-        answer = await sampling
-        assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.LOST
-        assert answer.problem == "group 5: generator 0 (process 0) is gone, as 3 before it"
+        answer = await world.sampling
+    assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.LOST
+    assert answer.problem == "group 5: generator 0 (process 0) is gone, as 3 before it"
+    assert not world.stored
 
-    assert not run(scenario).stored
 
-
-def test_a_group_that_is_given_up_between_two_generators_is_dropped_by_the_second() -> None:
-    async def scenario(world: World) -> None:
-        sampling = asyncio.create_task(world.sample())
+async def test_a_group_that_is_given_up_between_two_generators_is_dropped_by_the_second() -> None:
+    async with sampled_world() as world:
         await world.sampled(0, 5)
         world.is_cancelled = True
         world.lose(0)
-        assert isinstance(await sampling, CancelledGroup)
-
-    world = run(scenario)
+        assert isinstance(await world.sampling, CancelledGroup)
     assert world.dropped == [1] and not world.stored

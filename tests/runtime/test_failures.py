@@ -1,11 +1,13 @@
 """Why a run has ended: who died of what, and what its folder keeps of it."""
 
 import asyncio
+import functools
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,6 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 
 from forgeasync.observability import Role, RunLog, failure_line, run_log
 from forgeasync.runtime import ActorDied, HostLost, LocalHosts, Proc, ProcessManager, read_report
-from forgeasync.testing import VirtualTime
 from forgeasync.waiting import DeadlineExceeded, deadline
 from tests.support.disks import Disk, install
 
@@ -64,22 +65,24 @@ class Machine:
         return pid not in self._ended
 
 
-def fail_beside_a_death(host: Machine, report: Callable[[ProcessManager], None]) -> None:
+@asynccontextmanager
+async def run_of(manager: ProcessManager) -> AsyncIterator[ProcessManager]:
+    """The body is a run, whose end names deaths."""
+    try:
+        async with manager.naming_deaths():
+            yield manager
+    finally:
+        await manager.close()
+
+
+async def fail_beside_a_death(host: Machine, report: Callable[[ProcessManager], object]) -> None:
     """A run whose trainer misses a deadline."""
-
-    async def scenario() -> None:
-        manager = ProcessManager(Path("logs"))
+    async with run_of(ProcessManager(Path("logs"))) as manager, asyncio.TaskGroup() as loops:
         manager.peers = [Proc(role="trainer", rank=rank, pid=100 + rank, host=host) for rank in range(2)]
-        try:
-            async with manager.naming_deaths(), asyncio.TaskGroup() as loops:
-                loops.create_task(asyncio.sleep(60))
-                report(manager)
-                async with deadline(0.01, call="the trainer making step 3", key="timeouts.train_step_s"):
-                    await asyncio.sleep(60)
-        finally:
-            await manager.close()
-
-    VirtualTime().run(scenario())
+        loops.create_task(asyncio.sleep(60))
+        report(manager)
+        async with deadline(0.01, call="the trainer making step 3", key="timeouts.train_step_s"):
+            await asyncio.sleep(60)
 
 
 class LostHosts(LocalHosts):
@@ -100,19 +103,15 @@ class LostHosts(LocalHosts):
 
 
 @pytest.mark.parametrize("is_watched", [True, False])
-def test_a_lost_host_is_one_fault_of_its_own_role(is_watched: bool) -> None:
-    async def scenario() -> ProcessManager:
-        manager = ProcessManager(Path("logs"), LostHosts(is_watched=is_watched))
-        await manager.open(lambda line: None)
-        if is_watched:
-            with pytest.raises(HostLost, match="host b"):
-                await manager.watch()
+async def test_a_lost_host_is_one_fault_of_its_own_role(is_watched: bool) -> None:
+    manager = ProcessManager(Path("logs"), LostHosts(is_watched=is_watched))
+    await manager.open(lambda line: None)
+    if is_watched:
         with pytest.raises(HostLost, match="host b"):
-            await manager.close()
-        return manager
-
-    faults = asyncio.run(scenario()).faults
-    (fault,) = faults.open
+            await manager.watch()
+    with pytest.raises(HostLost, match="host b"):
+        await manager.close()
+    (fault,) = manager.faults.open
     assert (fault.role, fault.what) == (Role.HOST, "are not whole: host b is lost")
 
 
@@ -121,43 +120,40 @@ class UnwatchedHosts(LocalHosts):
         raise ConnectionError("no agent can be called")
 
 
-def test_hosts_that_cannot_be_watched_any_more_end_the_run() -> None:
-    async def scenario() -> None:
-        manager = ProcessManager(Path("logs"), UnwatchedHosts())
-        await manager.open(lambda line: None)
-        with pytest.raises(ConnectionError, match="no agent can be called"):
-            await manager.watch()
-        await manager.close()
-
-    asyncio.run(scenario())
+async def test_hosts_that_cannot_be_watched_any_more_end_the_run() -> None:
+    manager = ProcessManager(Path("logs"), UnwatchedHosts())
+    await manager.open(lambda line: None)
+    with pytest.raises(ConnectionError, match="no agent can be called"):
+        await manager.watch()
+    await manager.close()
 
 
-def test_a_death_is_told_instead_of_what_the_survivors_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    def report(manager: ProcessManager) -> None:
-        asyncio.get_running_loop().call_later(0.3, manager._on_report, KILLED)
+def soon(after_s: float, report: str, manager: ProcessManager) -> None:
+    asyncio.get_running_loop().call_later(after_s, manager._on_report, report)
 
-    with pytest.raises(ActorDied, match="trainer rank 1 of 2 was killed by signal 9") as caught:
-        fail_beside_a_death(Machine(101), report)
+
+def report_twice(manager: ProcessManager) -> None:
+    manager._on_report(SILENT)
+    soon(0.1, KILLED, manager)
+
+
+@pytest.mark.usefixtures("virtual_time")
+@pytest.mark.parametrize(
+    ("dead", "report", "message"),
+    [
+        (101, functools.partial(soon, 0.3, KILLED), "trainer rank 1 of 2 was killed by signal 9"),
+        # Nobody reports it.
+        (100, lambda manager: None, r"^trainer rank 0 \(process 100\) has ended; see logs/trainer-0.log$"),
+        # A better report replaces one without a signal.
+        (101, report_twice, "signal 9"),
+    ],
+)
+async def test_a_death_is_told_instead_of_what_the_survivors_say(
+    dead: int, report: Callable[[ProcessManager], object], message: str
+) -> None:
+    with pytest.raises(ActorDied, match=message) as caught:
+        await fail_beside_a_death(Machine(dead), report)
     assert isinstance(caught.value.__cause__, ExceptionGroup), "what they say is kept behind it"
-
-
-def test_a_death_that_nobody_reports_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forgeasync.runtime.process_manager.REPORT_S", 0.1)
-    with pytest.raises(
-        ActorDied, match=r"^trainer rank 0 \(process 100\) has ended; see logs/trainer-0.log$"
-    ):
-        fail_beside_a_death(Machine(100), lambda _: None)
-
-
-def test_a_better_report_replaces_one_without_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forgeasync.runtime.process_manager.BETTER_REPORT_S", 0.5)
-
-    def report(manager: ProcessManager) -> None:
-        manager._on_report(SILENT)
-        asyncio.get_running_loop().call_later(0.1, manager._on_report, KILLED)
-
-    with pytest.raises(ActorDied, match="signal 9"):
-        fail_beside_a_death(Machine(101), report)
 
 
 @pytest.mark.parametrize(
@@ -168,32 +164,33 @@ def test_a_better_report_replaces_one_without_a_signal(monkeypatch: pytest.Monke
         SILENT.replace("trainer-1<", "trainer-9-1<"),
     ],
 )
-def test_a_death_that_somebody_looks_after_ends_nothing(monkeypatch: pytest.MonkeyPatch, report: str) -> None:
+async def test_a_death_that_somebody_looks_after_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, report: str
+) -> None:
     """Monarch's own actor in the proc, by which ranks meet, is reported too, and a proc that is silent."""
-    monkeypatch.setattr("forgeasync.runtime.process_manager.PEER_END_S", 0.1)
     monkeypatch.setattr("forgeasync.runtime.process_manager.BETTER_REPORT_S", 0.0)
-
-    async def scenario(*owned: str) -> bool:
+    for owned, ends_the_run in ((["trainer"], False), ([], True)):
         manager = ProcessManager(Path("logs"))
         manager.owned.update(owned)
-        try:
-            manager._on_report(report)
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            return manager._failure.done()
-        finally:
-            await manager.close()
-
-    assert not asyncio.run(scenario("trainer"))
-    assert asyncio.run(scenario())
+        manager._on_report(report)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert manager._failure.done() == ends_the_run
+        await manager.close()
 
 
-def test_without_a_death_the_error_is_the_run_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forgeasync.runtime.process_manager.PEER_END_S", 0.1)
+@pytest.mark.usefixtures("virtual_time")
+async def test_without_a_death_the_error_is_the_run_s_own() -> None:
     with pytest.raises(ExceptionGroup) as caught:
-        fail_beside_a_death(Machine(), lambda _: None)
+        await fail_beside_a_death(Machine(), lambda _: None)
     (error,) = caught.value.exceptions
     assert isinstance(error, DeadlineExceeded)
+
+
+async def test_a_death_that_is_named_comes_before_what_monarch_says_of_it() -> None:
+    with pytest.raises(ActorDied, match="rank 1"):
+        async with run_of(ProcessManager(Path("logs"))):
+            raise ExceptionGroup("loops", [SupervisionError("Endpoint call failed"), ActorDied("rank 1")])
 
 
 # --- run.log ---
@@ -217,18 +214,15 @@ def test_the_log_holds_start_lines_warnings_and_the_reason(tmp_path: Path) -> No
     assert "failed: AssertionError: no message, never raised\n" in text
 
 
-def test_a_second_start_goes_on_in_the_same_log(tmp_path: Path) -> None:
-    for _ in range(2):
-        with RunLog(tmp_path / "run.log"):
-            pass
-    text = (tmp_path / "run.log").read_text()
-    assert text.count("command: ") == 2 and text.splitlines()[-1].endswith(" done")
-
-
-def test_an_interrupt_is_no_failure(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), RunLog(tmp_path / "run.log"):
+def test_a_second_start_goes_on_in_the_same_log_and_an_interrupt_is_no_failure(tmp_path: Path) -> None:
+    file = tmp_path / "run.log"
+    with RunLog(file):
+        pass
+    assert file.read_text().splitlines()[-1].endswith(" done")
+    with pytest.raises(KeyboardInterrupt), RunLog(file):
         raise KeyboardInterrupt
-    assert (tmp_path / "run.log").read_text().splitlines()[-1].endswith(" interrupted")
+    text = file.read_text()
+    assert text.count("command: ") == 2 and text.splitlines()[-1].endswith(" interrupted")
 
 
 def test_a_log_that_cannot_be_written_hides_no_failure(
@@ -295,16 +289,3 @@ def test_the_command_line_can_be_run_again() -> None:
     code = "from forgeasync.observability.run_log import describe_start; print(describe_start()[0])"
     out = subprocess.run([sys.executable, "-c", code, "a b"], capture_output=True, text=True, check=True)
     assert out.stdout.startswith(f"command: {sys.executable} -c ") and out.stdout.endswith("'a b'\n")
-
-
-def test_a_death_that_is_named_comes_before_what_monarch_says_of_it() -> None:
-    async def scenario() -> None:
-        manager = ProcessManager(Path("logs"))
-        try:
-            async with manager.naming_deaths():
-                raise ExceptionGroup("loops", [SupervisionError("Endpoint call failed"), ActorDied("rank 1")])
-        finally:
-            await manager.close()
-
-    with pytest.raises(ActorDied, match="rank 1"):
-        asyncio.run(scenario())

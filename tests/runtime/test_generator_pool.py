@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from monarch.actor import ActorError
 
 from forgeasync.buffer import DropReason
 from forgeasync.config import SamplingSection, TimeoutSection
 from forgeasync.runtime import CancelledGroup, GroupGivenUp, RefusedGroup, ReplicaState, router, slow_replicas
-from forgeasync.testing import VirtualTime
 from forgeasync.waiting import DeadlineExceeded
+from tests.support.loops import Endpoint
 from tests.support.replicas import ReplicaWorld, generators_of
 from tests.support.rollouts import make_stored_rollout
 from tests.support.standing_still import CALL
@@ -31,269 +32,214 @@ def running(world: ReplicaWorld) -> dict[int, int]:
     return {group: number for number, one in world.generators.items() for group in one.running}
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_generator_that_is_gone_is_replaced_and_its_groups_go_on_elsewhere(sent: signal.Signals) -> None:
-    async def go() -> None:
-        async with generators_of(("a", "a"), heartbeat_s=1000.0) as world:
-            groups = [sample(world, group) for group in range(4)]
-            await world.until(lambda: len(running(world)) == 4)
-            assert sorted(running(world).values()) == [0, 0, 1, 1]
-            pid = world.generators[0].process.pid
-            world.kill(0, sent)
-            if sent is signal.SIGSTOP:
-                replica = world.pool.replicas[0]
-                await world.until(lambda: replica.heartbeat.is_late)
-                # As if the answer had taken so long.
-                replica.heartbeat.silent_s += 600.0
-                await world.until(lambda: world.state(0) is ReplicaState.SUSPECT)
-                replica.heartbeat.silent_s += 600.0
-            await world.until(lambda: world.state(0) is ReplicaState.DEAD)
-            assert (f"MainThread in {CALL} (" in world.told[0]) == (sent is signal.SIGSTOP)
-            if sent is signal.SIGSTOP:
-                assert "; the controller waits in GeneratorRouter.sample_group (forgeasync/" in world.told[0]
-                assert "(4 of these)" in world.told[0]
-            await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
-            assert world.generators[0].process.wait() == -signal.SIGKILL, "also one that has stopped"
-            for one in world.generators.values():
-                one.is_released.set()
-            assert await asyncio.gather(*groups) == [()] * 4
-            # Each group was sampled with its own prompt and seed, those of the lost one twice.
-            sampled = [call for call, _, when in world.log if call.startswith("sample")]
-            assert sorted(sampled) == sorted(
-                f"sample {group} [0, 1, 2] 11" for group in (0, 1, 2, 3, *(0, 2))
-            )
-            metrics = world.faults.metrics()
-            assert metrics["faults/detected_generator"] == metrics["faults/recovered_generator"] == 1
-            assert world.router.metrics()["generator/num_moved_groups"] == 2
-            assert {one.pid for one in world.listing.entries} == {
-                world.generators[1].process.pid,
-                world.generators[2].process.pid,
-            }
-            await world.until(lambda: world.num_stopped == 1)
-            assert pid != world.generators[2].process.pid
+async def replaced(world: ReplicaWorld, by: int = 2) -> None:
+    """Wait for the generator that takes the place of a lost one."""
+    await world.until(lambda: by in world.generators and world.state(by) is ReplicaState.HEALTHY)
 
-    asyncio.run(go())
+
+async def finished(world: ReplicaWorld, groups: "list[asyncio.Task[object]]") -> None:
+    """Let groups end, wherever they are."""
+    for one in world.generators.values():
+        one.is_released.set()
+    assert await asyncio.gather(*groups) == [()] * len(groups)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_generator_that_is_gone_is_replaced_and_its_groups_go_on_elsewhere(
+    sent: signal.Signals,
+) -> None:
+    async with generators_of(("a", "a"), heartbeat_s=1000.0) as world:
+        groups = [sample(world, group) for group in range(4)]
+        await world.until(lambda: len(running(world)) == 4)
+        assert sorted(running(world).values()) == [0, 0, 1, 1]
+        assert sum(one.num_generated_tokens for one in await world.router.stats()) == 20
+        world.kill(0, sent)
+        if sent is signal.SIGSTOP:
+            replica = world.pool.replicas[0]
+            await world.until(lambda: replica.heartbeat.is_late)
+            # As if the answer had taken so long.
+            replica.heartbeat.silent_s += 600.0
+            await world.until(lambda: world.state(0) is ReplicaState.SUSPECT)
+            replica.heartbeat.silent_s += 600.0
+        await world.until(lambda: world.state(0) is ReplicaState.DEAD)
+        assert (f"MainThread in {CALL} (" in world.told[0]) == (sent is signal.SIGSTOP)
+        if sent is signal.SIGSTOP:
+            assert "; the controller waits in GeneratorRouter.sample_group (forgeasync/" in world.told[0]
+            assert "(4 of these)" in world.told[0]
+        await replaced(world)
+        await finished(world, groups)
+        # Each group was sampled with its own prompt and seed, those of the lost one twice.
+        sampled = [call for call, _, when in world.log if call.startswith("sample")]
+        assert sorted(sampled) == sorted(f"sample {group} [0, 1, 2] 11" for group in (0, 1, 2, 3, *(0, 2)))
+        assert world.generators[0].process.wait() == -signal.SIGKILL, "also one that has stopped"
+        metrics = world.faults.metrics()
+        assert metrics["faults/detected_generator"] == metrics["faults/recovered_generator"] == 1
+        assert world.router.metrics()["generator/num_moved_groups"] == 2
+        live = {world.generators[number].process.pid for number in (1, 2)}
+        assert {one.pid for one in world.listing.entries} == live
+        await world.until(lambda: world.num_stopped == 1)
+        tokens = [one.num_generated_tokens for one in await world.router.stats()]
+        assert sum(tokens) == 30, "those of the lost one still count"
 
 
 @pytest.mark.parametrize("has_group", [False, True])
-def test_only_what_was_in_flight_is_said_to_be_lost(
+async def test_only_what_was_in_flight_is_said_to_be_lost(
     has_group: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A generator that ends in its start, or as a spare, may not have begun its log."""
-
-    async def go() -> None:
-        async with generators_of(("a", "a"), folders=[tmp_path]) as world:
-            for replica in world.pool.replicas:
-                replica.spawned.in_flight = tmp_path / "nothing"
-            group = sample(world, 5) if has_group else None
-            if group is not None:
-                await world.until(lambda: 5 in running(world))
-            world.kill(0)
-            await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
-            for generator in world.generators.values():
-                generator.is_released.set()
-            if group is not None:
-                assert await group == ()
-
-    asyncio.run(go())
+    async with generators_of(("a", "a"), folders=[tmp_path]) as world:
+        for replica in world.pool.replicas:
+            replica.spawned.in_flight = tmp_path / "nothing"
+        groups = [sample(world, 5)] if has_group else []
+        await world.until(lambda: len(running(world)) == len(groups))
+        world.kill(0)
+        await replaced(world)
+        await finished(world, groups)
     assert ("what it had in flight is lost" in caplog.text) == has_group
 
 
-def test_a_group_that_ends_generators_is_given_up() -> None:
-    async def go() -> None:
-        async with generators_of(("a",), max_lost_per_group=2) as world:
-            group = sample(world, 5)
-            for number in range(2):
-                await world.until(lambda number=number: running(world).get(5) == number)
-                world.kill(number)
-            answer = await group
-            assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.LOST
-            assert answer.problem is not None and "sampling group 5" in answer.problem
-            await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
-
-    asyncio.run(go())
+async def test_a_group_that_ends_generators_is_given_up() -> None:
+    async with generators_of(("a",), max_lost_per_group=2) as world:
+        group = sample(world, 5)
+        for number in range(2):
+            await world.until(lambda number=number: running(world).get(5) == number)
+            world.kill(number)
+        answer = await group
+        assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.LOST
+        assert answer.problem is not None and "sampling group 5" in answer.problem
+        await replaced(world)
 
 
-def test_a_late_group_is_cancelled_repeated_and_then_dropped() -> None:
-    async def go() -> None:
-        timeouts = TimeoutSection(generate_s=0.2)
-        async with generators_of(("a", "a"), timeouts=timeouts) as world:
-            answer = await sample(world, 17)
-            assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.LATE
-            assert answer.problem is not None and "sampling group 17 took longer than 0.2 s" in answer.problem
-            assert not running(world), "nothing goes on"
-            assert len(world.log) == 1 + router.MAX_LATE and not world.pool.table.state.count(
-                ReplicaState.DEAD
-            )
-            assert all(one.num_live == 0 for one in world.pool.table.state.present)
-            assert world.router.metrics()["generator/num_late_groups"] == 1 + router.MAX_LATE
-
-    VirtualTime().run(go())
+@pytest.mark.usefixtures("virtual_time")
+async def test_a_late_group_is_cancelled_repeated_and_then_dropped() -> None:
+    timeouts = TimeoutSection(generate_s=0.2)
+    async with generators_of(("a", "a"), timeouts=timeouts) as world:
+        answer = await sample(world, 17)
+        assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.LATE
+        assert answer.problem is not None and "sampling group 17 took longer than 0.2 s" in answer.problem
+        assert not running(world), "nothing goes on"
+        assert len(world.log) == 1 + router.MAX_LATE and not world.pool.table.state.count(ReplicaState.DEAD)
+        assert all(one.num_live == 0 for one in world.pool.table.state.present)
+        assert world.router.metrics()["generator/num_late_groups"] == 1 + router.MAX_LATE
 
 
-def test_a_cancelled_group_is_not_sampled_again() -> None:
+async def test_a_cancelled_group_is_not_sampled_again() -> None:
     """Also one that has lost its generator and waits for another."""
-
-    async def go() -> None:
-        async with generators_of(("a",)) as world:
-            group = sample(world, 5)
-            await world.until(lambda: 5 in running(world))
-            await world.router.cancel_groups([5, 6])
-            assert isinstance(await group, CancelledGroup)
-            world.generators[0].holds.add("cancel_groups")
-            group = sample(world, 7)
-            await world.until(lambda: 7 in running(world))
-            cancelling = asyncio.ensure_future(world.router.cancel_groups([7]))
-            await asyncio.sleep(0)
-            world.kill(0)
-            await cancelling
-            assert isinstance(await group, CancelledGroup)
-            assert len([one for one in world.log if "sample 7" in one[0]]) == 1
-
-    asyncio.run(go())
+    async with generators_of(("a",)) as world:
+        group = sample(world, 5)
+        await world.until(lambda: 5 in running(world))
+        await world.router.cancel_groups([5, 6])
+        assert isinstance(await group, CancelledGroup)
+        world.generators[0].holds.add("cancel_groups")
+        group = sample(world, 7)
+        await world.until(lambda: 7 in running(world))
+        cancelling = asyncio.ensure_future(world.router.cancel_groups([7]))
+        await asyncio.sleep(0)
+        world.kill(0)
+        await cancelling
+        assert isinstance(await group, CancelledGroup)
+        assert len([one for one in world.log if "sample 7" in one[0]]) == 1
 
 
-def test_a_response_that_loses_all_generators_is_told_to_who_asked() -> None:
-    async def go() -> None:
-        async with generators_of(("a",), max_lost_per_group=1) as world:
-            world.generators[0].respond = world.generators[0].sample_group
-            asked = asyncio.ensure_future(
-                world.router._retried("answering", 1, lambda one, continued: one.actor.beat.call_one())
-            )
-            world.generators[0].holds.add("beat")
-            await asyncio.sleep(0)
-            world.kill(0)
-            with pytest.raises(GroupGivenUp, match=r"answering: generator 0 .* is gone, as 0 before it"):
-                await asked
-
-    asyncio.run(go())
+async def test_a_response_that_loses_all_generators_is_told_to_who_asked() -> None:
+    async with generators_of(("a",), max_lost_per_group=1) as world:
+        world.generators[0].respond = Endpoint(lambda *arguments: asyncio.Event().wait())
+        asked = asyncio.create_task(world.router.respond(PROMPT, num_samples=1, sampling=SAMPLING))
+        await asyncio.sleep(0)
+        world.kill(0)
+        with pytest.raises(GroupGivenUp, match=r"answering .*: generator 0 .* is gone, as 0 before it"):
+            await asked
 
 
-def test_one_that_joins_is_given_groups_after_its_update(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with generators_of(("a", "a")) as world:
-            await world.router.connect_weights(None, (), [tmp_path] * 2)  # type: ignore[arg-type]
-            assert await world.update(0, 4)
-            world.kill(1)
-            await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.STALE)
-            groups = [sample(world, group) for group in range(3)]
-            await world.until(lambda: len(running(world)) == 3)
-            assert set(running(world).values()) == {0} and world.faults.open
-            assert world.generators[2].joined, "connected before it is told of versions"
-            assert await world.update(0, 4)
-            groups.append(sample(world, 3))
-            await world.until(lambda: running(world).get(3) == 2)
-            assert not world.faults.open
-            for one in world.generators.values():
-                one.is_released.set()
-            assert await asyncio.gather(*groups) == [()] * 4
-
-    asyncio.run(go())
+async def test_one_that_joins_is_given_groups_after_its_update(tmp_path: Path) -> None:
+    async with generators_of(("a", "a")) as world:
+        await world.router.connect_weights(None, (), [tmp_path] * 2)  # type: ignore[arg-type]
+        assert await world.update(0, 4)
+        world.kill(1)
+        await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.STALE)
+        groups = [sample(world, group) for group in range(3)]
+        await world.until(lambda: len(running(world)) == 3)
+        assert set(running(world).values()) == {0} and world.faults.open
+        assert world.generators[2].joined, "connected before it is told of versions"
+        assert await world.update(0, 4)
+        groups.append(sample(world, 3))
+        await world.until(lambda: running(world).get(3) == 2)
+        assert not world.faults.open
+        await finished(world, groups)
 
 
-def test_what_a_lost_generator_has_left_is_freed(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with generators_of(("a", "b"), folders=[tmp_path]) as world:
-            rollouts = []
-            for name in ("first", "second"):
-                rollout = make_stored_rollout((0, 0, 4), text="said")
-                ref = rollout.branches[0].response
-                file = tmp_path / name
-                file.touch()
-                object.__setattr__(ref, "file", str(file))
-                object.__setattr__(ref, "host_id", "a")
-                rollouts.append(rollout)
-            await world.router.free_payloads(rollouts[:1])
-            assert world.generators[0].freed == [str(tmp_path / "first")]
-            world.fails_to_start = lambda number: True
-            world.generators[0].holds.add("free_payloads")
-            freeing = asyncio.ensure_future(world.router.free_payloads(rollouts[1:]))
-            await asyncio.sleep(0)
-            world.kill(0)
-            await freeing
-            assert not (tmp_path / "second").exists(), "by its host"
-
-    asyncio.run(go())
+async def test_what_a_lost_generator_has_left_is_freed(tmp_path: Path) -> None:
+    async with generators_of(("a", "b"), folders=[tmp_path]) as world:
+        rollouts = []
+        for name in ("first", "second"):
+            rollout = make_stored_rollout((0, 0, 4), text="said")
+            ref = rollout.branches[0].response
+            file = tmp_path / name
+            file.touch()
+            object.__setattr__(ref, "file", str(file))
+            object.__setattr__(ref, "host_id", "a")
+            rollouts.append(rollout)
+        await world.router.free_payloads(rollouts[:1])
+        assert world.generators[0].freed == [str(tmp_path / "first")]
+        world.fails_to_start = lambda number: True
+        world.generators[0].holds.add("free_payloads")
+        freeing = asyncio.ensure_future(world.router.free_payloads(rollouts[1:]))
+        await asyncio.sleep(0)
+        world.kill(0)
+        await freeing
+        assert not (tmp_path / "second").exists(), "by its host"
 
 
-def test_counters_of_lost_generators_still_count() -> None:
-    async def go() -> None:
-        async with generators_of(("a", "a")) as world:
-            assert sum(one.num_generated_tokens for one in await world.router.stats()) == 20
-            world.kill(0)
-            await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
-            assert sum(one.num_generated_tokens for one in await world.router.stats()) == 30
-
-    asyncio.run(go())
-
-
-def test_one_that_is_slow_gets_no_groups_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_is_slow_gets_no_groups_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_replicas, "SUSPECT_S", 0.1)
     monkeypatch.setattr(slow_replicas, "REPLACE_S", 3600.0)
-
-    async def go() -> None:
-        async with generators_of(("a", "a"), slow_factor=3.0) as world:
-            world.generators[0].step_s, world.generators[1].step_s = 0.01, 0.05
-            groups = [sample(world, group) for group in (1, 2)]
-            await world.until(lambda: sorted(running(world).values()) == [0, 1])
-            await world.until(lambda: world.state(1) is ReplicaState.SUSPECT)
-            groups += [sample(world, group) for group in (3, 4)]
-            await world.until(lambda: len(running(world)) == 4)
-            assert sorted(running(world).values()) == [0, 0, 0, 1], "a suspect gets no new groups"
-            monkeypatch.setattr(slow_replicas, "REPLACE_S", 0.2)
-            await world.until(lambda: world.state(1) is ReplicaState.DEAD)
-            await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
-            await world.until(lambda: sum(group in running(world) for group in (1, 2, 3, 4)) == 4)
-            for generator in world.generators.values():
-                generator.is_released.set()
-            assert await asyncio.gather(*groups) == [()] * 4
-            limit = "(generator.slow_factor = 3)"
-            assert f"is slow: its steps take 5.0 times as long as those of its peers {limit}" in world.told[0]
-            metrics = world.faults.metrics()
-            assert metrics["faults/detected_generator"] == metrics["faults/recovered_generator"] == 1
-
-    asyncio.run(go())
+    async with generators_of(("a", "a"), slow_factor=3.0) as world:
+        world.generators[0].step_s, world.generators[1].step_s = 0.01, 0.05
+        groups = [sample(world, group) for group in (1, 2)]
+        await world.until(lambda: sorted(running(world).values()) == [0, 1])
+        await world.until(lambda: world.state(1) is ReplicaState.SUSPECT)
+        groups += [sample(world, group) for group in (3, 4)]
+        await world.until(lambda: len(running(world)) == 4)
+        assert sorted(running(world).values()) == [0, 0, 0, 1], "a suspect gets no new groups"
+        monkeypatch.setattr(slow_replicas, "REPLACE_S", 0.2)
+        await world.until(lambda: world.state(1) is ReplicaState.DEAD)
+        await replaced(world)
+        await world.until(lambda: sum(group in running(world) for group in (1, 2, 3, 4)) == 4)
+        await finished(world, groups)
+        limit = "(generator.slow_factor = 3)"
+        assert f"is slow: its steps take 5.0 times as long as those of its peers {limit}" in world.told[0]
+        metrics = world.faults.metrics()
+        assert metrics["faults/detected_generator"] == metrics["faults/recovered_generator"] == 1
 
 
-def test_a_suspect_is_healthy_again_once_it_answers() -> None:
-    async def go() -> None:
-        async with generators_of(("a",), heartbeat_s=30.0) as world:
-            world.pool.table.change(lambda table: table.suspect(0))
-            await world.until(lambda: world.state(0) is ReplicaState.HEALTHY)
-            assert world.pool.metrics()["generator/num_suspect"] == 0
-
-    asyncio.run(go())
+async def test_a_suspect_is_healthy_again_once_it_answers() -> None:
+    async with generators_of(("a",), heartbeat_s=30.0) as world:
+        world.pool.table.change(lambda table: table.suspect(0))
+        await world.until(lambda: world.state(0) is ReplicaState.HEALTHY)
+        assert world.pool.metrics()["generator/num_suspect"] == 0
 
 
-def test_a_dead_engine_in_a_process_that_lives_is_replaced() -> None:
+async def test_a_dead_engine_in_a_process_that_lives_is_replaced() -> None:
     class EngineDeadError(Exception):
         """As vLLM's."""
 
-    async def go() -> None:
-        async with generators_of(("a",)) as world:
-            from monarch.actor import ActorError
+    async with generators_of(("a",)) as world:
+        error = ActorError.__new__(ActorError)
+        error.exception = EngineDeadError()
 
-            error = ActorError.__new__(ActorError)
-            error.exception = EngineDeadError()
+        async def fails() -> None:
+            raise error
 
-            async def fails() -> None:
-                raise error
-
-            with pytest.raises(Exception, match="is gone"):
-                await world.pool.replicas[0].call(fails)
-            assert world.state(0) is ReplicaState.DEAD
-            assert "an engine that has died" in world.told[0], world.told
-
-    asyncio.run(go())
+        with pytest.raises(Exception, match="is gone"):
+            await world.pool.replicas[0].call(fails)
+        assert world.state(0) is ReplicaState.DEAD
+        assert "an engine that has died" in world.told[0], world.told
 
 
-def test_calls_of_other_lengths_have_their_own_deadline() -> None:
-    async def go() -> None:
-        timeouts = TimeoutSection(generate_s=0.2)
-        async with generators_of(("a",), timeouts=timeouts) as world:
-            world.generators[0].kv_usage = world.generators[0].beat
-            world.generators[0].holds.add("beat")
-            with pytest.raises(DeadlineExceeded, match="how full its KV cache is"):
-                await world.router.kv_usage(world.pool.replicas[0])
-
-    asyncio.run(go())
+async def test_calls_of_other_lengths_have_their_own_deadline() -> None:
+    timeouts = TimeoutSection(generate_s=0.2)
+    async with generators_of(("a",), timeouts=timeouts) as world:
+        world.generators[0].kv_usage = world.generators[0].beat
+        world.generators[0].holds.add("beat")
+        with pytest.raises(DeadlineExceeded, match="how full its KV cache is"):
+            await world.router.kv_usage(world.pool.replicas[0])

@@ -1,7 +1,8 @@
 """Checkpoints and exports whose trainer is lost, by trainers that are plain objects."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,20 +29,17 @@ class Mesh:
     is_exporting: asyncio.Event = field(default_factory=asyncio.Event)
     answers_export: bool = True
 
-    async def snapshot_bytes(self) -> list[int]:
+    async def _nothing(self, *arguments: object) -> None:
+        pass
+
+    async def _no_items(self, *arguments: object) -> list[int]:
         return []
+
+    connect = finish_snapshot = finish_checkpoint = _nothing
+    snapshot_bytes = reopen_staging = _no_items
 
     async def open_snapshots(self, folders: list[Path], *, every_steps: int, at_most: int) -> int:
         return min(self.opens_at, at_most)
-
-    async def finish_snapshot(self) -> int | None:
-        return None
-
-    async def connect(self, generators: object) -> None:
-        return None
-
-    async def reopen_staging(self, before: "Mesh") -> list[object]:
-        return []
 
     async def train_items(self, minibatches: object, *, step: int) -> StepResult:
         self.calls.append(("step", step))
@@ -59,9 +57,6 @@ class Mesh:
         self.calls.append(("checkpoint", folder.name))
         partial_folder(folder).mkdir()
 
-    async def finish_checkpoint(self) -> None:
-        return None
-
     async def policy_version(self) -> int:
         return 7
 
@@ -76,11 +71,11 @@ class Mesh:
 
 @dataclass
 class World:
-    recovery: TrainerRecovery
     first: Mesh
     second: Mesh
-    told: list[str]
-    set_up_with: list[TrainerSetup]
+    recovery: TrainerRecovery = field(init=False)
+    told: list[str] = field(default_factory=list)
+    set_up_with: list[TrainerSetup] = field(default_factory=list)
     """What the second trainer was set up with."""
 
     async def lose(self) -> None:
@@ -89,76 +84,71 @@ class World:
         life.state._lose("trainer rank 0", "has died", ActorDied("trainer rank 0 has ended"))
         await life.until(lambda one: one.mesh is self.second or None)
 
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    def run(
-        act: Callable[[World], Awaitable[None]],
-        first: Mesh,
-        second: Mesh,
-        *,
-        resume_from: Path | None = None,
-        first_version: int = 0,
-    ) -> None:
-        async def within() -> None:
-            told: list[str] = []
-            set_up_with: list[TrainerSetup] = []
-
-            async def nothing(*arguments: object, **keywords: object) -> list[object]:
-                return []
-
-            async def spawn(*arguments: object, **keywords: object) -> Mesh:
-                return second
-
-            async def set_up(trainer: Mesh, setup: TrainerSetup) -> None:
-                set_up_with.append(setup)
-
-            for name in ("make_folders", "kill_trainer"):
-                monkeypatch.setattr(trainer_recovery, name, nothing)
-            monkeypatch.setattr(trainer_recovery, "set_up_trainer", set_up)
-            monkeypatch.setattr(trainer_recovery, "spawn_trainer", spawn)
-            recovery = TrainerRecovery(
-                SimpleNamespace(faults=FaultLog(), peers=[], owned=set(), closing=[], log_dir=Path()),  # type: ignore[arg-type]
-                TrainerSetup(
-                    section=SimpleNamespace(recovery=RecoverySection()),  # type: ignore[arg-type]
-                    facts=None,  # type: ignore[arg-type]
-                    temperature=1.0,
-                    loss=Loss(),
-                    seed=0,
-                    checkpoint=None,
-                    resume_from=resume_from,
-                ),
-                TimeoutSection(),
-                trainer=first,  # type: ignore[arg-type]
-                generators=SimpleNamespace(  # type: ignore[arg-type]
-                    pool=SimpleNamespace(follow=lambda act: None), reconnect_weights=nothing
-                ),
-                first_version=first_version,
-                tell=told.append,
-            )
-            await recovery.start()
-            try:
-                await act(
-                    World(recovery=recovery, first=first, second=second, told=told, set_up_with=set_up_with)
-                )
-            finally:
-                await recovery.close()
-
-        asyncio.run(within())
-
-    yield run
+    async def step(self, number: int) -> None:
+        await self.recovery.train_items([], step=number)
 
 
-def test_a_checkpoint_that_was_lost_with_its_trainer_is_not_taken_for_written(
-    run: Callable[..., None], tmp_path: Path
+@asynccontextmanager
+async def trainers(
+    first: Mesh, second: Mesh, *, resume_from: Path | None = None, first_version: int = 0
+) -> AsyncIterator[World]:
+    """A trainer, which the second one replaces."""
+    world = World(first, second)
+
+    async def nothing(*arguments: object, **keywords: object) -> list[object]:
+        return []
+
+    async def spawn(*arguments: object, **keywords: object) -> Mesh:
+        return second
+
+    async def set_up(trainer: Mesh, setup: TrainerSetup) -> None:
+        world.set_up_with.append(setup)
+
+    world.recovery = TrainerRecovery(
+        SimpleNamespace(faults=FaultLog(), peers=[], owned=set(), closing=[], log_dir=Path()),  # type: ignore[arg-type]
+        TrainerSetup(
+            section=SimpleNamespace(recovery=RecoverySection()),  # type: ignore[arg-type]
+            facts=None,  # type: ignore[arg-type]
+            temperature=1.0,
+            loss=Loss(),
+            seed=0,
+            checkpoint=None,
+            resume_from=resume_from,
+        ),
+        TimeoutSection(),
+        trainer=first,  # type: ignore[arg-type]
+        generators=SimpleNamespace(  # type: ignore[arg-type]
+            pool=SimpleNamespace(follow=lambda act: None), reconnect_weights=nothing
+        ),
+        first_version=first_version,
+        tell=world.told.append,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("make_folders", "kill_trainer"):
+            patch.setattr(trainer_recovery, name, nothing)
+        patch.setattr(trainer_recovery, "set_up_trainer", set_up)
+        patch.setattr(trainer_recovery, "spawn_trainer", spawn)
+        await world.recovery.start()
+        try:
+            yield world
+        finally:
+            await world.recovery.close()
+
+
+@pytest.mark.parametrize("version", [2, 0])
+async def test_a_checkpoint_that_was_lost_with_its_trainer_is_written_again_or_not_taken_for_written(
+    tmp_path: Path, version: int
 ) -> None:
-    """The snapshots are of the step after it."""
-
-    async def act(world: World) -> None:
-        await world.recovery.train_items([], step=1)
+    """The snapshots are of the step after it, or of one before, from which the trainer comes by its step."""
+    async with trainers(Mesh(), Mesh(opens_at=version)) as world:
+        await world.step(1)
         await world.recovery.begin_checkpoint(tmp_path / "step-00000001", run_state=b"", keep=1)
-        await world.recovery.train_items([], step=2)
+        await world.step(2)
         await world.lose()
+        if version == 0:
+            await world.recovery.finish_checkpoint()
+            assert world.second.calls == [("step", 1), ("checkpoint", "step-00000001"), ("step", 2)]
+            return
         with pytest.raises(CheckpointLost, match="step-00000001 was not finished: the trainer was lost"):
             await world.recovery.finish_checkpoint()
         await world.recovery.finish_checkpoint()
@@ -166,33 +156,14 @@ def test_a_checkpoint_that_was_lost_with_its_trainer_is_not_taken_for_written(
         assert not any(tmp_path.iterdir()), "its room may be needed"
         assert world.second.calls == []
 
-    run(act, Mesh(), Mesh(opens_at=2))
 
-
-def test_a_checkpoint_is_begun_again_where_the_trainer_comes_by_its_step(
-    run: Callable[..., None], tmp_path: Path
-) -> None:
-    async def act(world: World) -> None:
-        await world.recovery.train_items([], step=1)
-        await world.recovery.begin_checkpoint(tmp_path / "step-00000001", run_state=b"", keep=1)
-        await world.recovery.train_items([], step=2)
-        await world.lose()
-        await world.recovery.finish_checkpoint()
-        assert world.second.calls == [("step", 1), ("checkpoint", "step-00000001"), ("step", 2)]
-
-    run(act, Mesh(), Mesh(opens_at=0))
-
-
-def test_a_checkpoint_that_is_being_written_outlives_the_beginning_of_the_next(
-    run: Callable[..., None], tmp_path: Path
-) -> None:
+async def test_a_checkpoint_that_is_being_written_outlives_the_beginning_of_the_next(tmp_path: Path) -> None:
     """What a lost trainer has left of its own checkpoint goes; nothing else does."""
     first, second = tmp_path / "step-00000001", tmp_path / "step-00000002"
-
-    async def act(world: World) -> None:
-        await world.recovery.train_items([], step=1)
+    async with trainers(Mesh(), Mesh(opens_at=2)) as world:
+        await world.step(1)
         await world.recovery.begin_checkpoint(first, run_state=b"", keep=1)
-        await world.recovery.train_items([], step=2)
+        await world.step(2)
         partial_folder(second).mkdir()
         await world.recovery.begin_checkpoint(second, run_state=b"", keep=1)
         assert partial_folder(first).is_dir()
@@ -200,32 +171,26 @@ def test_a_checkpoint_that_is_being_written_outlives_the_beginning_of_the_next(
         assert world.second.calls == [("checkpoint", "step-00000002")], "its remains were removed"
         assert partial_folder(first).is_dir()
 
-    run(act, Mesh(), Mesh(opens_at=2))
-
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_resumed_run_survives_its_trainer_when_its_first_checkpoint_is_gone(
-    run: Callable[..., None], tmp_path: Path, is_there: bool
+async def test_a_resumed_run_survives_its_trainer_when_its_first_checkpoint_is_gone(
+    tmp_path: Path, is_there: bool
 ) -> None:
     """Newer checkpoints replace the one that it was resumed from."""
     checkpoint = tmp_path / "step-00000004"
     if is_there:
         checkpoint.mkdir()
         (checkpoint / RUN_FILE).touch()
-
-    async def act(world: World) -> None:
-        await world.recovery.train_items([], step=5)
+    async with trainers(Mesh(), Mesh(opens_at=5), resume_from=checkpoint, first_version=4) as world:
+        await world.step(5)
         await world.lose()
         (setup,) = world.set_up_with
         assert setup.resume_from == (checkpoint if is_there else None)
 
-    run(act, Mesh(), Mesh(opens_at=5), resume_from=checkpoint, first_version=4)
 
-
-def test_an_export_that_is_all_written_is_not_written_again(run: Callable[..., None], tmp_path: Path) -> None:
+async def test_an_export_that_is_all_written_is_not_written_again(tmp_path: Path) -> None:
     """The trainer is lost between the last file and its answer. A folder of somebody else is none of its."""
-
-    async def act(world: World) -> None:
+    async with trainers(Mesh(answers_export=False), Mesh()) as world:
         exporting = asyncio.create_task(world.recovery.save_hf(tmp_path / "final", source=tmp_path))
         await world.first.is_exporting.wait()
         await world.lose()
@@ -234,5 +199,3 @@ def test_an_export_that_is_all_written_is_not_written_again(run: Callable[..., N
         (tmp_path / "other").mkdir()
         with pytest.raises(FileExistsError):
             await world.recovery.save_hf(tmp_path / "other", source=tmp_path)
-
-    run(act, Mesh(answers_export=False), Mesh())

@@ -20,75 +20,63 @@ async def until(begun: threading.Event) -> None:
         await asyncio.sleep(0)
 
 
-def test_calls_run_one_after_the_other_in_one_thread() -> None:
-    async def scenario() -> None:
-        thread, log = OrderedThread("trains"), []
+async def test_calls_run_one_after_the_other_in_one_thread() -> None:
+    thread, log = OrderedThread("trains"), []
 
-        async def call(number: int) -> None:
-            async with thread.turn():
-                # Those that come first take the longest to get ready.
-                for _ in range(NUM_CALLS - number):
-                    await asyncio.sleep(0)
-                await thread.run(lambda: log.append((number, threading.current_thread().name)))
+    async def call(number: int) -> None:
+        async with thread.turn():
+            # Those that come first take the longest to get ready.
+            for _ in range(NUM_CALLS - number):
+                await asyncio.sleep(0)
+            await thread.run(lambda: log.append((number, threading.current_thread().name)))
 
-        await asyncio.gather(*(call(number) for number in range(NUM_CALLS)))
-        assert log == [(number, "trains") for number in range(NUM_CALLS)]
-
-    asyncio.run(scenario())
+    await asyncio.gather(*(call(number) for number in range(NUM_CALLS)))
+    assert log == [(number, "trains") for number in range(NUM_CALLS)]
 
 
-def test_the_event_loop_is_free_while_the_thread_works() -> None:
-    async def scenario() -> None:
-        thread, begun, let_go = OrderedThread("trains"), threading.Event(), threading.Event()
+async def test_the_event_loop_is_free_while_the_thread_works() -> None:
+    thread, begun, let_go = OrderedThread("trains"), threading.Event(), threading.Event()
 
-        def work() -> bool:
-            begun.set()
-            return let_go.wait()
+    def work() -> bool:
+        begun.set()
+        return let_go.wait()
 
-        working = asyncio.create_task(thread.call(work))
-        await until(begun)
-        let_go.set()
-        assert await working
-
-    asyncio.run(scenario())
+    working = asyncio.create_task(thread.call(work))
+    await until(begun)
+    let_go.set()
+    assert await working
 
 
-def test_an_error_has_its_traceback_and_the_next_call_runs() -> None:
+async def test_an_error_has_its_traceback_and_the_next_call_runs() -> None:
     def step() -> None:
         raise ValueError("the loss of row 3")
 
-    async def scenario() -> None:
-        thread = OrderedThread("trains")
-        with pytest.raises(ValueError, match="the loss of row 3") as caught:
-            await thread.call(step)
-        assert "step" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-        assert await thread.call(lambda: 7) == 7
-
-    asyncio.run(scenario())
+    thread = OrderedThread("trains")
+    with pytest.raises(ValueError, match="the loss of row 3") as caught:
+        await thread.call(step)
+    assert "step" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert await thread.call(lambda: 7) == 7
 
 
-def test_what_comes_after_a_cancelled_call_runs_behind_its_work() -> None:
-    async def scenario() -> None:
-        thread, log = OrderedThread("trains"), []
-        begun, let_go = threading.Event(), threading.Event()
+async def test_what_comes_after_a_cancelled_call_runs_behind_its_work() -> None:
+    thread, log = OrderedThread("trains"), []
+    begun, let_go = threading.Event(), threading.Event()
 
-        def work() -> None:
-            begun.set()
-            let_go.wait()
-            log.append("cancelled")
+    def work() -> None:
+        begun.set()
+        let_go.wait()
+        log.append("cancelled")
 
-        first = asyncio.create_task(thread.call(work))
-        await until(begun)
-        first.cancel()
-        second = asyncio.create_task(thread.call(lambda: log.append("second")))
-        for _ in range(NUM_CALLS):
-            await asyncio.sleep(0)
-        assert log == []
-        let_go.set()
-        await second
-        assert log == ["cancelled", "second"]
-
-    asyncio.run(scenario())
+    first = asyncio.create_task(thread.call(work))
+    await until(begun)
+    first.cancel()
+    second = asyncio.create_task(thread.call(lambda: log.append("second")))
+    for _ in range(NUM_CALLS):
+        await asyncio.sleep(0)
+    assert log == []
+    let_go.set()
+    await second
+    assert log == ["cancelled", "second"]
 
 
 def _call_back_to_back() -> list[tuple[int, float]]:

@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forgeasync import waiting
 from forgeasync.runtime import (
     Frame,
     Progress,
@@ -27,6 +29,7 @@ from forgeasync.runtime import (
 )
 from forgeasync.waiting import Monitor, happens_within
 from tests.support.other_user import run_as_nobody, why_not
+from tests.support.processes import wait_until
 from tests.support.standing_still import CALL, standing_still
 
 # As docs/failures.md says.
@@ -125,79 +128,65 @@ def test_time_in_which_a_fault_is_seen_to_does_not_count() -> None:
     assert run.policy.num_found == 0
 
 
-def test_a_call_is_named_with_its_line_and_with_how_many_wait_for_it() -> None:
-    async def go() -> str:
-        room: Monitor[list[int]] = Monitor([])
-        never = asyncio.Event()
-        tasks = [asyncio.ensure_future(room.until(lambda state: None)) for _ in range(3)]
-        tasks.append(asyncio.ensure_future(happens_within(60, never.wait())))
-        await asyncio.sleep(0)
+@asynccontextmanager
+async def tasks_of(*coroutines: Coroutine[Any, Any, object]) -> "AsyncIterator[list[asyncio.Task[object]]]":
+    """Tasks that wait within the body."""
+    tasks = [asyncio.create_task(one) for one in coroutines]
+    await asyncio.sleep(0)
+    yield tasks
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_call_is_named_with_its_line_and_with_how_many_wait_for_it() -> None:
+    room: Monitor[list[int]] = Monitor([])
+    calls = [room.until(lambda state: None) for _ in range(3)]
+    async with tasks_of(*calls, happens_within(60, asyncio.Event().wait())) as tasks:
         words = awaited_calls(tasks)
         assert awaited_calls(tasks, ["monitor"]) == words.split("; ")[0]
         assert awaited_calls(tasks, ["nothing of this"]) == words, "better too much than nothing"
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert awaited_calls(tasks) == "", "those that have ended wait for nothing"
-        return words
-
-    monitor, within = asyncio.run(go()).split("; ")
+    assert awaited_calls(tasks) == "", "those that have ended wait for nothing"
+    monitor, within = words.split("; ")
     assert monitor.startswith("Monitor.until (forgeasync/waiting.py:")
     assert monitor.endswith(": await changed) (3 of these)")
     assert within.startswith("happens_within (forgeasync/waiting.py:") and within.endswith(": await event)")
 
 
-def test_tasks_that_sleep_and_code_of_others_are_left_out() -> None:
-    async def go() -> str:
-        tasks = [
-            asyncio.ensure_future(happens_within(60, asyncio.sleep(60))),
-            asyncio.ensure_future(asyncio.Event().wait()),
-        ]
-        await asyncio.sleep(0)
-        words = awaited_calls(tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return words
-
-    assert asyncio.run(go()) == ""
+async def test_tasks_that_sleep_and_code_of_others_are_left_out() -> None:
+    async with tasks_of(happens_within(60, asyncio.sleep(60)), asyncio.Event().wait()) as tasks:
+        assert awaited_calls(tasks) == ""
 
 
-def test_the_number_of_calls_has_a_bound() -> None:
-    async def go() -> str:
-        namespace: dict[str, Any] = {}
-        from forgeasync import waiting
-
-        for number in range(MAX_CALLS + 3):
-            # Code that says that it is in a file of the run.
-            code = compile(f"async def call{number}(event): await event.wait()", waiting.__file__, "exec")
-            exec(code, namespace)
-        event = asyncio.Event()
-        tasks = [asyncio.ensure_future(namespace[f"call{number}"](event)) for number in range(MAX_CALLS + 3)]
-        await asyncio.sleep(0)
-        words = awaited_calls(tasks)
-        event.set()
-        await asyncio.gather(*tasks)
-        return words
-
-    assert asyncio.run(go()).split("; ")[MAX_CALLS:] == ["3 more"]
+async def test_the_number_of_calls_has_a_bound() -> None:
+    namespace: dict[str, Any] = {}
+    for number in range(MAX_CALLS + 3):
+        # Code that says that it is in a file of the run.
+        code = compile(f"async def call{number}(event): await event.wait()", waiting.__file__, "exec")
+        exec(code, namespace)
+    event = asyncio.Event()
+    async with tasks_of(*(namespace[f"call{number}"](event) for number in range(MAX_CALLS + 3))) as tasks:
+        assert awaited_calls(tasks).split("; ")[MAX_CALLS:] == ["3 more"]
 
 
-def test_a_stopped_process_shows_what_all_its_threads_are_doing() -> None:
+@pytest.fixture
+def process() -> "Iterator[subprocess.Popen[bytes]]":
+    """One that stands still."""
     process = standing_still()
-    try:
-        os.kill(process.pid, signal.SIGSTOP)
-        while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
-            time.sleep(0.01)
-        stopped, main, helper = read_stacks(process.pid).split("; ")
-        assert stopped == "it was stopped by a signal"
-        assert main.startswith(f"MainThread in {CALL} (<string>:")
-        assert main.endswith(" < <module> (<string>:12)")
-        assert helper.startswith("helper in helps (<string>:5) < Thread.run (threading.py:")
-        assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "it was only looked at"
-    finally:
-        process.kill()
-        process.wait()
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_stopped_process_shows_what_all_its_threads_are_doing(process: "subprocess.Popen[bytes]") -> None:
+    os.kill(process.pid, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+    stopped, main, helper = read_stacks(process.pid).split("; ")
+    assert stopped == "it was stopped by a signal"
+    assert main.startswith(f"MainThread in {CALL} (<string>:")
+    assert main.endswith(" < <module> (<string>:12)")
+    assert helper.startswith("helper in helps (<string>:5) < Thread.run (threading.py:")
+    assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "it was only looked at"
 
 
 def test_what_keeps_a_stack_from_being_read_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -214,14 +203,9 @@ def test_what_keeps_a_stack_from_being_read_is_said(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_that_the_kernel_refuses_it_is_said() -> None:
-    process = standing_still()
-    try:
-        said = run_as_nobody("tests.support.standing_still", str(process.pid))
-        assert said.startswith("its stack is not known: this user may not read its memory")
-    finally:
-        process.kill()
-        process.wait()
+def test_that_the_kernel_refuses_it_is_said(process: "subprocess.Popen[bytes]") -> None:
+    said = run_as_nobody("tests.support.standing_still", str(process.pid))
+    assert said.startswith("its stack is not known: this user may not read its memory")
 
 
 FRAMES = st.builds(

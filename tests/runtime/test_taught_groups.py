@@ -1,6 +1,5 @@
 """Groups written once more: what the teacher read before each response, and what it was not asked."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,7 +49,19 @@ def trace_of(rollout: StoredRollout) -> TokenTrace:
     return decode_rollout(reader.read(branch.prompt), reader.read(branch.response))
 
 
-def test_each_response_follows_what_the_teacher_reads_token_by_token(folder: Path) -> None:
+def taught_groups(folder: Path, num_ids: int, *, needs_student_ids: bool) -> TaughtGroups:
+    return TaughtGroups(
+        teacher="t",
+        folder=folder,
+        host_id=HOST,
+        capacity_bytes=MIB,
+        num_ids=num_ids,
+        needs_student_ids=needs_student_ids,
+        vocab_size=FACTS.vocab_size,
+    )
+
+
+async def test_each_response_follows_what_the_teacher_reads_token_by_token(folder: Path) -> None:
     rollouts = [make_rollout(seed, 4, 5 + seed) for seed in range(3)]
     asked: list[tuple[list[int], int]] = []
 
@@ -65,18 +76,10 @@ def test_each_response_follows_what_the_teacher_reads_token_by_token(folder: Pat
             versions_T=np.full(num, 3, np.int32),
         )
 
-    groups = TaughtGroups(
-        teacher="t",
-        folder=folder,
-        host_id=HOST,
-        capacity_bytes=MIB,
-        num_ids=NUM_IDS,
-        needs_student_ids=False,
-        vocab_size=FACTS.vocab_size,
-    )
+    groups = taught_groups(folder, NUM_IDS, needs_student_ids=False)
     shown = np.array([1, 0, 1, 1, 0, 2], np.int32)
     reads = (shown, WithoutPrompt.NOTHING, WithoutPrompt.POLICYS)
-    taught = asyncio.run(groups.teach(stored(folder, rollouts), reads, score))
+    taught = await groups.teach(stored(folder, rollouts), reads, score)
     assert not isinstance(taught, TeacherFailure)
     first, _, last = rollouts
     assert asked == [
@@ -93,7 +96,7 @@ def test_each_response_follows_what_the_teacher_reads_token_by_token(folder: Pat
         assert np.isfinite(trace.teacher.topk_TK).all() == is_asked
 
 
-def test_the_teacher_is_asked_about_what_the_policy_could_have_drawn(folder: Path) -> None:
+async def test_the_teacher_is_asked_about_what_the_policy_could_have_drawn(folder: Path) -> None:
     rollout = make_rollout(1, 4, 6)
     asked: list[np.ndarray | None] = []
 
@@ -107,16 +110,8 @@ def test_the_teacher_is_asked_about_what_the_policy_could_have_drawn(folder: Pat
             versions_T=np.zeros(len(given_TK), np.int32),
         )
 
-    groups = TaughtGroups(
-        teacher="t",
-        folder=folder,
-        host_id=HOST,
-        capacity_bytes=MIB,
-        num_ids=FACTS.vocab_size - 1,
-        needs_student_ids=True,
-        vocab_size=FACTS.vocab_size,
-    )
-    taught = asyncio.run(groups.teach(stored(folder, [rollout]), (WithoutPrompt.POLICYS,), score))
+    groups = taught_groups(folder, FACTS.vocab_size - 1, needs_student_ids=True)
+    taught = await groups.teach(stored(folder, [rollout]), (WithoutPrompt.POLICYS,), score)
     kept = rollout.kept_tokens
     assert kept is not None and not isinstance(taught, TeacherFailure)
     (given_TK,) = asked

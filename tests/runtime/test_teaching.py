@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -65,19 +66,18 @@ class Engines:
         return answer
 
 
-def teaching(engines: Engines, *, max_attempts: int = 3, room: int = 2, limit_s: float = 30.0) -> Teaching:
-    teacher = Teacher(
-        name="t",
-        section=TeacherSection(model_path="x", max_attempts=max_attempts),
-        model=PoolTeacher(engines),  # type: ignore[arg-type]
-        prompts=PROMPTS,
-        room=asyncio.Semaphore(room),
-    )
+def teaching_by(model: Any, section: TeacherSection, *, room: int = 2, limit_s: float = 30.0) -> Teaching:
+    teacher = Teacher(name="t", section=section, model=model, prompts=PROMPTS, room=asyncio.Semaphore(room))
     return Teaching({"sums": teacher}, limit_s)
 
 
-def teach(one: Teaching) -> object:
-    return asyncio.run(one.teach(4, TASK, ROLLOUTS))  # type: ignore[arg-type]
+def teaching(engines: Engines, *, max_attempts: int = 3, limit_s: float = 30.0) -> Teaching:
+    section = TeacherSection(model_path="x", max_attempts=max_attempts)
+    return teaching_by(PoolTeacher(engines), section, limit_s=limit_s)  # type: ignore[arg-type]
+
+
+def teach(one: Teaching, *scores: Score) -> object:
+    return asyncio.run(one.teach(4, TASK, ROLLOUTS, scores or None))  # type: ignore[arg-type]
 
 
 def test_without_teachers_a_group_comes_back_as_it_is() -> None:
@@ -117,21 +117,18 @@ def test_an_answer_that_is_late_counts_as_none() -> None:
     assert engines.num_live == 0
 
 
-def test_groups_beyond_the_room_wait() -> None:
-    async def act() -> None:
-        engines = Engines([NEW] * 6)
-        one = teaching(engines, room=2)
-        engines.hold = asyncio.Event()
-        waiting = (one.teach(number, TASK, ROLLOUTS) for number in range(6))  # type: ignore[arg-type]
-        groups = [asyncio.create_task(each) for each in waiting]
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert engines.num_live == 2 * len(ROLLOUTS)
-        engines.hold.set()
-        assert await asyncio.gather(*groups) == [NEW] * 6
-        assert engines.most_live == 2 * len(ROLLOUTS)
-
-    asyncio.run(act())
+async def test_groups_beyond_the_room_wait() -> None:
+    engines = Engines([NEW] * 6)
+    one = teaching(engines)
+    engines.hold = asyncio.Event()
+    waiting = (one.teach(number, TASK, ROLLOUTS) for number in range(6))  # type: ignore[arg-type]
+    groups = [asyncio.create_task(each) for each in waiting]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert engines.num_live == 2 * len(ROLLOUTS)
+    engines.hold.set()
+    assert await asyncio.gather(*groups) == [NEW] * 6
+    assert engines.most_live == 2 * len(ROLLOUTS)
 
 
 class Server:
@@ -154,15 +151,7 @@ class Server:
 
 def served(server: Server, **endpoint: float) -> Teaching:
     where = TeacherEndpoint(base_url="http://localhost:1/v1", model="m", **endpoint)
-    section = TeacherSection(endpoint=where, max_attempts=1)
-    teacher = Teacher(
-        name="t",
-        section=section,
-        model=server,  # type: ignore[arg-type]
-        prompts=PROMPTS,
-        room=asyncio.Semaphore(1),
-    )
-    return Teaching({"sums": teacher}, 30.0)
+    return teaching_by(server, TeacherSection(endpoint=where, max_attempts=1))
 
 
 def test_a_server_that_is_down_for_a_while_costs_no_attempt() -> None:
@@ -187,42 +176,37 @@ def test_waits_double_up_to_a_bound_or_to_what_the_server_asks() -> None:
     assert away.wait_s(section, down, 109.9) == 15.0 and away.wait_s(section, down, 110.0) is None
 
 
-def test_a_teacher_that_shows_a_sibling_is_asked_where_there_is_one() -> None:
+def test_a_teacher_is_asked_where_there_is_what_it_shows() -> None:
+    """What is missing is counted: words, or, where there are some, a sibling."""
     server = Server(num_away=0, retry_after_s=0.0)
     one = served(server)
     assert not one.needs_scores(TASK) and teach(one) == NEW
     assert server.reads == (WithoutPrompt.POLICYS,) * 2 and one.metrics()["teacher/num_tokens"] == 7
 
-    teacher = one.by_source["sums"]
-    teacher.section = teacher.section.model_copy(update={"prompt": "$sibling;$prompt"})
-    assert one.needs_scores(TASK) and not Teaching().needs_scores(TASK)
-    scores = (Score(0.0, False), Score(1.0, True))
-    assert asyncio.run(one.teach(4, TASK, ROLLOUTS, scores)) == NEW  # type: ignore[arg-type]
-    shown, nothing = server.reads
-    assert PROMPTS.encoder.encode("=2;1+1").tolist() == shown.tolist() and nothing is WithoutPrompt.NOTHING
-    found = one.metrics()
-    assert found["teacher/num_without_sibling"] == 1 and found["teacher/num_tokens"] == 7 + 3
-    assert found["teacher/num_without_feedback"] == 0
-
-
-def test_a_teacher_that_shows_feedback_is_asked_where_something_was_said() -> None:
-    """What is missing is counted: words, or, where there are some, a sibling."""
-    server = Server(num_away=0, retry_after_s=0.0)
-    one = served(server)
-    teacher = one.by_source["sums"]
-    teacher.section = teacher.section.model_copy(update={"prompt": "$feedback;$prompt"})
-    assert one.needs_scores(TASK)
-    scores = (Score(0.0, False, feedback="=2 $answer"), Score(1.0, True))
-    assert asyncio.run(one.teach(4, TASK, ROLLOUTS, scores)) == NEW  # type: ignore[arg-type]
-    shown, nothing = server.reads
-    assert PROMPTS.encoder.encode("=2 $answer;1+1").tolist() == shown.tolist()
-    assert nothing is WithoutPrompt.NOTHING
-    found = one.metrics()
-    assert found["teacher/num_without_feedback"] == 1 and found["teacher/num_without_sibling"] == 0
-
-    teacher.section = teacher.section.model_copy(update={"prompt": "$feedback;$sibling;$prompt"})
-    scores = (Score(0.0, False), Score(1.0, True, feedback="=2"))
-    asyncio.run(one.teach(5, TASK, ROLLOUTS, scores))  # type: ignore[arg-type]
-    assert list(server.reads) == [WithoutPrompt.NOTHING] * 2
-    found = one.metrics()
-    assert found["teacher/num_without_feedback"] == 2 and found["teacher/num_without_sibling"] == 1
+    teacher, right = one.by_source["sums"], Score(1.0, True)
+    counts = ("num_without_feedback", "num_without_sibling", "num_tokens")
+    for prompt, scores, shown, expected in (
+        ("$sibling;$prompt", (Score(0.0, False), right), "=2;1+1", (0, 1, 7 + 3)),
+        (
+            "$feedback;$prompt",
+            (Score(0.0, False, feedback="=2 $answer"), right),
+            "=2 $answer;1+1",
+            (1, 1, 7 + 3 + 3),
+        ),
+        (
+            "$feedback;$sibling;$prompt",
+            (Score(0.0, False), Score(1.0, True, feedback="=2")),
+            None,
+            (2, 2, 7 + 3 + 3),
+        ),
+    ):
+        teacher.section = teacher.section.model_copy(update={"prompt": prompt})
+        assert one.needs_scores(TASK) and not Teaching().needs_scores(TASK)
+        teach(one, *scores)
+        first, nothing = server.reads
+        assert nothing is WithoutPrompt.NOTHING
+        if shown is None:
+            assert first is WithoutPrompt.NOTHING
+        else:
+            assert PROMPTS.encoder.encode(shown).tolist() == first.tolist()
+        assert tuple(one.metrics()[f"teacher/{name}"] for name in counts) == expected

@@ -12,19 +12,12 @@ import pytest
 from forgeasync.config import TimeoutSection
 from forgeasync.processes import MemoryPeak
 from forgeasync.runtime import TrainerActor, TrainerMesh, trainer_mesh
-from forgeasync.testing import VirtualTime
 from forgeasync.trainer import StepResult
 from forgeasync.waiting import DeadlineExceeded
 from tests.support.loops import Endpoint
 
 RESULT = StepResult(
-    policy_version=3,
-    num_targets=1,
-    num_padding_tokens=0,
-    train_s=0.1,
-    metrics={},
-    skip_reason=None,
-    memory=None,
+    policy_version=3, num_targets=1, num_padding_tokens=0, train_s=0.1, metrics={}, skip_reason=None
 )
 
 
@@ -75,89 +68,61 @@ def make_mesh(rank: Rank, **timeouts: float) -> TrainerMesh:
     return mesh
 
 
-def test_staging_behind_a_long_step_does_not_use_up_its_own_time() -> None:
-    async def scenario() -> None:
-        rank = Rank(train_rows=0.4, begin_staging=0.01, finish_staging=0.01)
-        mesh = make_mesh(rank, train_step_s=60.0, weights_s=0.2)
-        step = asyncio.create_task(mesh.train_rows([[]], step=3))
-        await asyncio.sleep(0)
-        manifest = await mesh.stage_weights(0)
-        await step
-        assert rank.log == [
-            "train_rows begins",
-            "train_rows ends",
-            "begin_staging begins",
-            "begin_staging ends",
-            "finish_staging begins",
-            "finish_staging ends",
-        ]
-        assert (manifest.waited_s, manifest.staging_s) == (0.25, 0.5)
-
-    VirtualTime().run(scenario())
+def in_turn(*names: str) -> list[str]:
+    return [f"{name} {when}" for name in names for when in ("begins", "ends")]
 
 
-def test_the_next_step_begins_once_staging_has_begun() -> None:
-    async def scenario() -> None:
-        rank = Rank(train_rows=0.01, begin_staging=0.01, finish_staging=60.0)
-        mesh = make_mesh(rank)
-        begun = asyncio.Event()
-        staging = asyncio.create_task(mesh.stage_weights(0, when_begun=begun.set))
-        await begun.wait()
+@pytest.mark.usefixtures("virtual_time")
+async def test_staging_behind_a_long_step_does_not_use_up_its_own_time() -> None:
+    rank = Rank(train_rows=0.4, begin_staging=0.01, finish_staging=0.01)
+    mesh = make_mesh(rank, train_step_s=60.0, weights_s=0.2)
+    step = asyncio.create_task(mesh.train_rows([[]], step=3))
+    await asyncio.sleep(0)
+    manifest = await mesh.stage_weights(0)
+    await step
+    assert rank.log == in_turn("train_rows", "begin_staging", "finish_staging")
+    assert (manifest.waited_s, manifest.staging_s) == (0.25, 0.5)
+
+
+@pytest.mark.usefixtures("virtual_time")
+async def test_the_next_step_begins_once_staging_has_begun() -> None:
+    rank = Rank(train_rows=0.01, begin_staging=0.01, finish_staging=60.0)
+    mesh = make_mesh(rank)
+    begun = asyncio.Event()
+    staging = asyncio.create_task(mesh.stage_weights(0, when_begun=begun.set))
+    await begun.wait()
+    await mesh.train_rows([[]], step=3)
+    assert rank.log == [*in_turn("begin_staging"), "finish_staging begins", *in_turn("train_rows")]
+    staging.cancel()
+
+
+@pytest.mark.usefixtures("virtual_time")
+async def test_a_call_after_a_cancelled_one_waits_until_the_ranks_are_free() -> None:
+    rank = Rank(train_rows=0.4, save_hf=0.01)
+    mesh = make_mesh(rank, train_step_s=0.5)
+    step = asyncio.create_task(mesh.train_rows([[]], step=3))
+    never_begun = asyncio.create_task(mesh.train_rows([[]], step=4))
+    await asyncio.sleep(0.2)
+    for task in (step, never_begun):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await mesh.save_hf(Path("final"), source=Path("model"))
+    assert rank.log == in_turn("train_rows", "save_hf")
+
+
+@pytest.mark.usefixtures("virtual_time")
+async def test_late_ranks_are_told_by_their_step_or_version_and_hold_nobody_up() -> None:
+    rank = Rank(begin_staging=0.0, finish_staging=60.0, train_rows=60.0, save_hf=60.0)
+    mesh = make_mesh(rank, train_step_s=0.1, weights_s=0.1)
+    with pytest.raises(DeadlineExceeded, match=r"^the trainer making step 3 .* timeouts\.train_step_s sets"):
         await mesh.train_rows([[]], step=3)
-        assert rank.log == [
-            "begin_staging begins",
-            "begin_staging ends",
-            "finish_staging begins",
-            "train_rows begins",
-            "train_rows ends",
-        ]
-        staging.cancel()
-
-    VirtualTime().run(scenario())
-
-
-def test_late_staging_is_told_by_its_version() -> None:
-    async def scenario() -> None:
-        mesh = make_mesh(Rank(begin_staging=0.0, finish_staging=60.0), weights_s=0.1)
-        with pytest.raises(
-            DeadlineExceeded, match=r"^the trainer staging the initial weights .* timeouts\.weights_s sets"
-        ):
-            await mesh.stage_weights(0)
-
-    VirtualTime().run(scenario())
-
-
-def test_a_call_after_a_cancelled_one_waits_until_the_ranks_are_free() -> None:
-    async def scenario() -> None:
-        rank = Rank(train_rows=0.4, save_hf=0.01)
-        mesh = make_mesh(rank, train_step_s=0.5)
-        step = asyncio.create_task(mesh.train_rows([[]], step=3))
-        never_begun = asyncio.create_task(mesh.train_rows([[]], step=4))
-        await asyncio.sleep(0.2)
-        for task in (step, never_begun):
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
+    with pytest.raises(DeadlineExceeded, match=r"^the trainer writing final"):
         await mesh.save_hf(Path("final"), source=Path("model"))
-        assert rank.log == ["train_rows begins", "train_rows ends", "save_hf begins", "save_hf ends"]
-
-    VirtualTime().run(scenario())
-
-
-def test_late_ranks_are_told_by_their_step_and_hold_nobody_up() -> None:
-    async def scenario() -> None:
-        rank = Rank(train_rows=60.0, save_hf=60.0)
-        mesh = make_mesh(rank, train_step_s=0.1)
-        with pytest.raises(
-            DeadlineExceeded, match=r"^the trainer making step 3 .* timeouts\.train_step_s sets"
-        ):
-            await mesh.train_rows([[]], step=3)
-        with pytest.raises(DeadlineExceeded, match=r"^the trainer writing final"):
-            await mesh.save_hf(Path("final"), source=Path("model"))
-        await asyncio.sleep(200.0)
-        assert rank.log == ["train_rows begins", "train_rows ends", "save_hf begins", "save_hf ends"]
-
-    VirtualTime().run(scenario())
+    await asyncio.sleep(200.0)
+    assert rank.log == in_turn("train_rows", "save_hf")
+    with pytest.raises(DeadlineExceeded, match=r"^the trainer staging .*initial .* timeouts\.weights_s sets"):
+        await mesh.stage_weights(0)
 
 
 class RankOf:
@@ -193,22 +158,18 @@ async def waits(*arguments: object) -> None:
 
 
 @pytest.mark.parametrize(("other", "is_stuck"), [(fails, False), (waits, True)])
-def test_ranks_that_wait_in_a_collective_for_one_that_has_failed_get_no_other_call(
+async def test_ranks_that_wait_in_a_collective_for_one_that_has_failed_get_no_other_call(
     other: Callable[[], Awaitable[None]], is_stuck: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that reads from a lost host fails in the step; the call that saves the weights comes next."""
     monkeypatch.setattr(trainer_mesh, "PEERS_S", 0.05)
-
-    async def scenario() -> None:
-        ranks = [RankOf(save_hf=fails), RankOf(save_hf=other)]
-        mesh = mesh_of(*ranks)
-        for _ in range(3):
-            with pytest.raises(ValueError, match="its payload"):
-                await mesh.save_hf(Path("final"), source=Path("model"))
-        assert mesh.is_stuck == is_stuck
-        assert [one.num_calls for one in ranks] == [1 if is_stuck else 3] * 2
-
-    asyncio.run(scenario())
+    ranks = [RankOf(save_hf=fails), RankOf(save_hf=other)]
+    mesh = mesh_of(*ranks)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="its payload"):
+            await mesh.save_hf(Path("final"), source=Path("model"))
+    assert mesh.is_stuck == is_stuck
+    assert [one.num_calls for one in ranks] == [1 if is_stuck else 3] * 2
 
 
 def test_rows_that_a_disk_refuses_are_told_with_the_step(tmp_path: Path) -> None:
@@ -228,22 +189,19 @@ def test_rows_that_a_disk_refuses_are_told_with_the_step(tmp_path: Path) -> None
     assert not (tmp_path / "third").exists()
 
 
-def test_the_largest_rank_says_how_much_memory_a_step_takes_and_any_what_was_not_kept() -> None:
+async def test_the_largest_rank_says_how_much_memory_a_step_takes_and_any_what_was_not_kept() -> None:
     def rank(number: int, **fields: object) -> RankOf:
         result = dataclasses.replace(
             RESULT, metrics={"payload/num_read_shared": float(number)}, skip_reason="a spike", **fields
         )
         return RankOf(setup=gives(number), train_rows=gives(result))
 
-    async def step() -> StepResult:
-        mesh = mesh_of(
-            rank(0, memory=MemoryPeak(resident_bytes=3)),
-            rank(1, memory=MemoryPeak(resident_bytes=8, gpu_bytes=2), not_kept="no room"),
-        )
-        await mesh.setup(None, host_ids=["a", "a"])  # type: ignore[arg-type]
-        return await mesh.train_rows([[], []], step=1)
-
-    result = asyncio.run(step())
+    mesh = mesh_of(
+        rank(0, memory=MemoryPeak(resident_bytes=3)),
+        rank(1, memory=MemoryPeak(resident_bytes=8, gpu_bytes=2), not_kept="no room"),
+    )
+    await mesh.setup(None, host_ids=["a", "a"])  # type: ignore[arg-type]
+    result = await mesh.train_rows([[], []], step=1)
     assert result.memory == MemoryPeak(resident_bytes=8, gpu_bytes=2)
     assert result.not_kept == "no room", "of any rank"
     assert result.metrics["payload/num_read_shared"] == 0.0, "all else is the first rank's"
