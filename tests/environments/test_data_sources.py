@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import datasets
 import huggingface_hub
-import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 from forgeasync.config import DataSection, PythonReward, ScorerSection, load_config, named_sources
 from forgeasync.controller import check_plan
 from forgeasync.environments import build_source, digest_of, look_at_data
-from forgeasync.rollouts import PromptEncoder, Task
+from forgeasync.rollouts import Task
 from forgeasync.schema import ConfigError
 from forgeasync.scoring import ProblemDiffers, VerifiedScorer, last_number, verifier_choice
 from tests.support.config_samples import CONFIGS
@@ -89,22 +85,17 @@ def write_problems(path: Path, questions: list[str]) -> None:
 
 
 class TestReasoningGym:
-    def test_held_out_problems_are_the_same_for_every_seed_and_train_ones_are_not(self) -> None:
-        first, second = build_source(sums(), seed=0), build_source(sums(), seed=1)
+    def test_problems_follow_from_the_seed_except_those_held_out(self) -> None:
+        first, second = (build_source(sums(num_train=30, num_held_out=17), seed=seed) for seed in (0, 1))
+        assert first == build_source(sums(num_train=30, num_held_out=17), seed=0)
         assert first.held_out == second.held_out
         assert texts(first.train) != texts(second.train)
-        # Neighbouring seeds must not shift one another's problems by an index.
+        # Neighboring seeds must not shift one another's problems by an index.
         assert texts(first.train)[1:] != texts(second.train)[:-1]
-
-    def test_the_same_seed_gives_the_same_problems(self) -> None:
-        assert build_source(sums(), seed=3) == build_source(sums(), seed=3)
-
-    def test_sizes_and_unique_ids(self) -> None:
-        source = build_source(sums(num_train=30, num_held_out=17), seed=0)
-        assert (len(source.train), len(source.held_out)) == (30, 17)
-        assert len({task.task_id for task in [*source.train, *source.held_out]}) == 47
-        assert len({task.source_index for task in [*source.train, *source.held_out]}) == 47
-        assert len(set(texts(source.held_out))) == 17
+        tasks = [*first.train, *first.held_out]
+        assert (len(first.train), len(first.held_out)) == (30, 17)
+        assert len({task.task_id for task in tasks}) == len({task.source_index for task in tasks}) == 47
+        assert len(set(texts(first.held_out))) == 17
 
     def test_no_held_out_text_is_trained_on(self) -> None:
         # Half of all problems are held out, so about every other candidate is one of them.
@@ -112,16 +103,12 @@ class TestReasoningGym:
         assert not set(texts(source.train)) & set(texts(source.held_out))
         assert len(source.train) == 100 and source.train[-1].source_index > 99
 
-    @pytest.mark.parametrize("field", ["num_train", "num_held_out"])
-    def test_more_problems_than_exist(self, field: str) -> None:
-        # All of the 200 held out leaves none to train on; 300 distinct ones do not exist.
-        data = sums(num_train=5, num_held_out=200) if field == "num_train" else sums(num_held_out=300)
-        with pytest.raises(ValueError, match=rf"data\.{field}"):
-            build_source(data, seed=0)
-
     @pytest.mark.parametrize(
         ("source", "message"),
         [
+            # All of the 200 held out leaves none to train on; 300 distinct ones do not exist.
+            ({"num_train": 5, "num_held_out": 200}, r"data\.num_train"),
+            ({"num_held_out": 300}, r"data\.num_held_out"),
             ({"task": "chain_sums"}, r"data\.source\.task.*'chain_sums'.*names: chain_sum, (?!.*zebra)"),
             ({"options": {"min_term": 2}}, r"data\.source\.options.*'min_term'.*min_terms"),
             ({"options": {"seed": 2}}, r"data\.source\.options.*'seed' \(2\) is set by the run"),
@@ -137,20 +124,29 @@ class TestReasoningGym:
 
 
 class TestReasoningGymScorer:
-    @pytest.mark.parametrize("group", ["train", "held_out"])
-    def test_a_rebuilt_scorer_accepts_the_reference_answers(self, group: str) -> None:
-        data = sums(answer_prefix="Answer:")
-        source = build_source(data, seed=4)
-        scorer = make_scorer(data, seed=4)
-        for task in source.train if group == "train" else source.held_out:
-            assert value(scorer, task, f"Answer: 1000 no, Answer: {task.answer}\n") == 1.0
-            assert value(scorer, task, f"Answer: {task.answer} no, Answer: 1000") < 1.0
-            assert value(scorer, task, task.answer) == 0.0
-
-    def test_without_a_prefix_the_whole_response_is_the_answer(self) -> None:
-        data = sums()
-        task = build_source(data, seed=0).train[0]
-        assert value(make_scorer(data, seed=0), task, f" {task.answer}\n") == 1.0
+    @pytest.mark.parametrize(
+        ("response", "values"),
+        [
+            # Of a whole response as the answer, with a prefix, with the last number, and with both.
+            (" {}\n", (1.0, 0.0, 1.0, 0.0)),
+            ("Answer: 1000 no, Answer: {}\n", (None, 1.0, 1.0, 1.0)),
+            ("Answer: {} no, Answer: 1000", (None, None, None, None)),
+            ("Of course! The final answer is {}.", (None, 0.0, 1.0, 0.0)),
+            ("{}, or was it 100000", (None, 0.0, None, 0.0)),
+            ("I cannot say.", (None, 0.0, 0.0, 0.0)),
+            ("1000 Answer: it is {}.", (None, None, 1.0, 1.0)),
+            ("{} Answer: none", (None, None, 1.0, 0.0)),
+        ],
+    )
+    def test_what_counts_as_the_answer(self, response: str, values: tuple[float | None, ...]) -> None:
+        """By a rebuilt scorer; None stands for less than a full score."""
+        prefix, part = {"answer_prefix": "Answer:"}, {"answer_part": "last_number"}
+        for fields, expected in zip(({}, prefix, part, prefix | part), values, strict=True):
+            data = sums(**fields)
+            source, scorer = build_source(data, seed=4), make_scorer(data, seed=4)
+            for task in (*source.train, *source.held_out):
+                found = value(scorer, task, response.format(task.answer))
+                assert found < 1.0 if expected is None else found == expected
 
     @pytest.mark.parametrize(
         ("sentence", "number"),
@@ -170,28 +166,15 @@ class TestReasoningGymScorer:
     def test_last_number_of_a_sentence(self, sentence: str, number: str | None) -> None:
         assert last_number(sentence) == number
 
-    def test_an_answer_in_a_sentence_counts_only_where_its_last_number_is_the_answer(self) -> None:
-        data = sums(answer_part="last_number")
-        task = build_source(data, seed=0).train[0]
-        scorer = make_scorer(data, seed=0)
-        assert value(scorer, task, f"Of course! The final answer is {task.answer}.") == 1.0
-        assert value(scorer, task, f"{task.answer}, or was it 100000") < 1.0
-        assert value(scorer, task, "I cannot say.") == 0.0
-        whole = make_scorer(sums(), seed=0)
-        assert value(whole, task, f"Of course! The final answer is {task.answer}.") < 1.0
-
-    def test_the_last_number_is_looked_for_after_the_prefix(self) -> None:
-        data = sums(answer_prefix="Answer:", answer_part="last_number")
-        task = build_source(data, seed=0).train[0]
-        scorer = make_scorer(data, seed=0)
-        assert value(scorer, task, f"1000 Answer: it is {task.answer}.") == 1.0
-        assert value(scorer, task, f"{task.answer} Answer: none") == 0.0
-
     def test_a_task_of_another_seed_is_refused(self) -> None:
         data = sums()
         task = build_source(data, seed=0).train[0]
         with pytest.raises(ProblemDiffers, match=r"another problem"):
             make_scorer(data, seed=1).score(task, task.answer)
+
+
+LISTED = json.dumps([{"q": f"question {i}", "a": i} for i in range(9)], indent=1)
+NO_RECORDS = r"data\.source\.path.*(has no records|No columns)"
 
 
 class TestHuggingFace:
@@ -204,44 +187,37 @@ class TestHuggingFace:
         )
         assert len({task.task_id for task in [*first.train, *first.held_out]}) == 12
 
-    def test_repeated_texts_are_held_out_once_and_never_trained_on(self, jsonl: Path) -> None:
+    def test_repeated_texts_are_held_out_or_trained_on_once(self, jsonl: Path) -> None:
         write_problems(jsonl, ["same"] * 8 + [f"other {i}" for i in range(4)])
         source = build_source(records(jsonl, num_train=1, num_held_out=4), seed=0)
-        assert len(set(texts(source.held_out))) == 4
-        assert "same" in texts(source.held_out)
+        assert len(set(texts(source.held_out))) == 4 and "same" in texts(source.held_out)
         assert len(source.train) == 1 and source.train[0].prompt not in texts(source.held_out)
-
-    def test_repeated_texts_are_trained_on_once_and_counted(self, jsonl: Path) -> None:
-        write_problems(jsonl, ["same"] * 8 + [f"other {i}" for i in range(4)])
         source = build_source(records(jsonl, num_train=4, num_held_out=1), seed=0)
         assert len(set(texts(source.train))) == 4
         with pytest.raises(ValueError, match=r"data.num_train = 5: .* gave only 4"):
             build_source(records(jsonl, num_train=5, num_held_out=1), seed=0)
 
-    def test_tasks_hold_question_instruction_and_answer(self, jsonl: Path) -> None:
+    def test_tasks_hold_question_instruction_and_answer_and_are_scored(self, jsonl: Path) -> None:
         data = records(jsonl, instruction="\nBox the answer.")
+        scorer = make_scorer(data, seed=0)
         for task in build_source(data, seed=0).train:
             i = task.source_index
-            assert task.prompt == f"What is {i} + {i}?\nBox the answer."
-            assert task.answer == str(2 * i)
+            assert (task.prompt, task.answer) == (f"What is {i} + {i}?\nBox the answer.", str(2 * i))
+            assert value(scorer, task, f"\\boxed{{{task.answer}}}") == 1.0
+            assert value(scorer, task, f"\\boxed{{{task.answer}1}}") == 0.0
 
-    def test_scored_by_math_verify(self, jsonl: Path) -> None:
-        task = build_source(records(jsonl), seed=0).train[0]
-        scorer = make_scorer(records(jsonl), seed=0)
-        assert value(scorer, task, f"\\boxed{{{task.answer}}}") == 1.0
-        assert value(scorer, task, f"\\boxed{{{task.answer}1}}") == 0.0
-
-    def test_a_folder_is_read_too(self, jsonl: Path) -> None:
-        folder = jsonl.parent / "folder"
-        folder.mkdir()
-        jsonl.rename(folder / "train.jsonl")
-        assert len(build_source(records(folder), seed=0).train) == 5
-
-    def test_a_csv_is_read_too(self, jsonl: Path) -> None:
+    def test_a_folder_a_csv_and_a_part_of_a_file_are_read_too(self, jsonl: Path) -> None:
+        tasks = build_source(records(jsonl, split="train[2:10]"), seed=0)
+        asked = sorted(texts([*tasks.train, *tasks.held_out]))
+        assert asked == sorted(f"What is {i} + {i}?" for i in range(2, 10))
         table = jsonl.with_suffix(".csv")
         table.write_text("q,a\n" + "".join(f"question {i},{i}\n" for i in range(9)))
         source = build_source(records(table, question_field="q", answer_field="a"), seed=0)
         assert all(task.prompt == f"question {task.answer}" for task in source.train)
+        folder = jsonl.parent / "folder"
+        folder.mkdir()
+        jsonl.rename(folder / "train.jsonl")
+        assert len(build_source(records(folder), seed=0).train) == 5
 
     @pytest.mark.parametrize(
         ("fields", "message"),
@@ -261,25 +237,6 @@ class TestHuggingFace:
     ) -> None:
         with pytest.raises(ValueError, match=message):
             build_source(records(jsonl, **fields), seed=0)
-
-    @pytest.mark.parametrize(
-        ("name", "cause"),
-        [
-            ("absent.jsonl", "no file or folder"),
-            ("absent/absent", "cannot load"),
-            ("broken.jsonl", "cannot load"),
-            ("problems.txt", r"is none of \.json"),
-        ],
-    )
-    def test_paths_that_cannot_be_read(
-        self, jsonl: Path, monkeypatch: pytest.MonkeyPatch, name: str, cause: str
-    ) -> None:
-        monkeypatch.chdir(jsonl.parent)
-        Path("broken.jsonl").write_text("{")
-        Path("problems.txt").write_text("x")
-        with pytest.raises(ValueError, match=rf"data\.source\.path.*'{name}'") as caught:
-            build_source(records(name), seed=0)
-        assert re.search(cause, str(caught.value))
 
     def write_lines(self, path: Path, *lines: object, num: int = 12) -> DataSection:
         """Good records, of which the first ones are replaced; as text where a line is text."""
@@ -351,46 +308,46 @@ class TestHuggingFace:
         source = build_source(data, seed=0)
         assert [task.answer for task in [*source.train, *source.held_out] if task.prompt == "this"] == [text]
 
-    @pytest.mark.parametrize(("name", "text"), [("e.jsonl", ""), ("e.json", "[]"), ("e.csv", "")])
-    def test_empty_files(self, jsonl: Path, name: str, text: str) -> None:
-        file = jsonl.parent / name
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=r"data\.source\.path.*(has no records|No columns)"):
-            build_source(records(file), seed=0)
-
-    def test_a_list_of_records_is_read_and_its_errors_have_lines(self, jsonl: Path) -> None:
+    def test_a_list_of_records_is_read(self, jsonl: Path) -> None:
         file = jsonl.with_suffix(".json")
-        found = [{"q": f"question {i}", "a": i} for i in range(9)]
-        data = records(file, question_field="q", answer_field="a")
-        file.write_text(json.dumps(found, indent=1))
-        assert len(build_source(data, seed=0).train) == 5
-        file.write_text(json.dumps(found, indent=1).replace('"a": 3', '"a" 3'))
-        with pytest.raises(ConfigError, match=r"line 16, column 7 is not valid JSON"):
-            build_source(data, seed=0)
-        del found[4]["a"]
-        file.write_text(json.dumps(found))
-        with pytest.raises(ConfigError, match=r"answer_field = 'a': does not exist in record 4 of"):
-            build_source(data, seed=0)
-
-    def test_a_part_of_a_file_is_a_split(self, jsonl: Path) -> None:
-        tasks = build_source(records(jsonl, split="train[2:10]"), seed=0)
-        asked = sorted(texts([*tasks.train, *tasks.held_out]))
-        assert asked == sorted(f"What is {i} + {i}?" for i in range(2, 10))
+        file.write_text(LISTED)
+        assert len(build_source(records(file, question_field="q", answer_field="a"), seed=0).train) == 5
 
     @pytest.mark.parametrize(
         ("name", "content", "message"),
         [
-            ("b.csv", b"q,a\nx,1\ny,1,2,3\n", r"Expected 2 fields in line 3, saw 4"),
-            ("m.csv", b"q,a\n" + b"x,1\n" * 3 + b"y,\n" * 9, r"answer_field = 'a': is empty.*record 3 of"),
-            ("b.parquet", b"PAR1 not really", r"data\.source\.path.*[Pp]arquet"),
+            ("absent.jsonl", None, r"(?s)data\.source\.path.*'absent.jsonl'.*no file or folder"),
+            ("absent/absent", None, r"(?s)data\.source\.path.*'absent/absent'.*cannot load"),
+            ("broken.jsonl", "{", r"(?s)data\.source\.path.*'broken.jsonl'.*cannot load"),
+            ("problems.txt", "x", r"(?s)data\.source\.path.*'problems.txt'.*is none of \.json"),
+            ("empty.jsonl", "", NO_RECORDS),
+            ("empty.json", "[]", NO_RECORDS),
+            ("empty.csv", "", NO_RECORDS),
+            ("b.json", LISTED.replace('"a": 3', '"a" 3'), r"line 16, column 7 is not valid JSON"),
+            (
+                "m.json",
+                LISTED.replace(',\n  "a": 4', ""),
+                r"answer_field = 'a': does not exist in record 4 of",
+            ),
+            ("b.csv", "q,a\nx,1\ny,1,2,3\n", r"Expected 2 fields in line 3, saw 4"),
+            ("m.csv", "q,a\n" + "x,1\n" * 3 + "y,\n" * 9, r"answer_field = 'a': is empty.*record 3 of"),
+            ("b.parquet", "PAR1 not really", r"data\.source\.path.*[Pp]arquet"),
             ("b.jsonl", b"\xff\xfe\x00", r"line 1 is not UTF-8 text"),
         ],
     )
-    def test_broken_files(self, jsonl: Path, name: str, content: bytes, message: str) -> None:
-        file = jsonl.parent / name
-        file.write_bytes(content)
-        with pytest.raises(ConfigError, match=message):
-            build_source(records(file, question_field="q", answer_field="a"), seed=0)
+    def test_files_that_cannot_be_read(
+        self,
+        jsonl: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        name: str,
+        content: str | bytes | None,
+        message: str,
+    ) -> None:
+        monkeypatch.chdir(jsonl.parent)
+        if content is not None:
+            Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(ValueError, match=message):
+            build_source(records(name, question_field="q", answer_field="a"), seed=0)
 
     def test_folders_without_data_or_with_broken_files(self, jsonl: Path) -> None:
         folder = jsonl.parent / "folder"
@@ -427,42 +384,6 @@ class TestLook:
             check_plan(config)
         fields = [problem.field for problem in caught.value.problems]
         assert fields == ["model.path", "data.source.answer_field"]
-
-
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {word: i for i, word in enumerate(["<unk>", "<bos>", "user", "model", "one", "two"])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", unk_token="<unk>")
-
-
-class TestPromptEncoder:
-    def test_raw_text_gets_no_special_tokens(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        ids = PromptEncoder(tokenizer, chat_template=False).encode("one two one")
-        assert ids.dtype == np.int32
-        assert ids.tolist() == [4, 5, 4]
-
-    def test_chat_template_ends_where_the_response_begins(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        tokenizer.chat_template = (
-            "<bos> {% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
-            "{% if add_generation_prompt %}model{% endif %}"
-        )
-        ids = PromptEncoder(tokenizer, chat_template=True).encode("one two")
-        assert ids.dtype == np.int32
-        assert ids.tolist() == [1, 2, 4, 5, 3]
-
-    def test_a_missing_chat_template_is_an_error(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        with pytest.raises(ValueError, match=r"data\.chat_template"):
-            PromptEncoder(tokenizer, chat_template=True)
-
-    def test_prompts_must_leave_room_for_a_response(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        encoder = PromptEncoder(tokenizer, chat_template=False)
-        task = Task(task_id="sums/7", prompt="one two one", answer="", source_index=7, source="s")
-        encoder.check_length(task, max_context_length=10, max_response_tokens=7)
-        with pytest.raises(ValueError, match=r"'sums/7' has 3 tokens"):
-            encoder.check_length(task, max_context_length=10, max_response_tokens=8)
 
 
 def test_other_problems_under_the_same_names_have_another_digest() -> None:

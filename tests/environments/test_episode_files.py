@@ -78,16 +78,11 @@ def test_a_message_that_is_too_large_keeps_the_beginnings_of_its_texts(
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": "y" * 100}}}
     large = {"role": "assistant", "content": "äb\n" * 50, "reasoning_content": "hm", "tool_calls": [call]}
     bare = size({"role": "assistant", "content": "", "reasoning_content": ""})
-    monkeypatch.setattr(
-        import_module("forgeasync.environments.episodes"), "MAX_BYTES", size(first) + bare - 1
-    )
+    episodes = import_module("forgeasync.environments.episodes")
+    monkeypatch.setattr(episodes, "MAX_BYTES", size(first) + bare - 1)
     record = record_of([first, large, first], [first])
     assert record["agents"][0]["branches"] == [[first], []], "what follows is not kept without it"
-    monkeypatch.setattr(
-        import_module("forgeasync.environments.episodes"),
-        "MAX_BYTES",
-        size(first) + bare + 6 + 1 + 2 + 6,
-    )
+    monkeypatch.setattr(episodes, "MAX_BYTES", size(first) + bare + 6 + 1 + 2 + 6)
     record = record_of([first, large, first], [first])
     part = {"role": "assistant", "content": "äb\nä", "reasoning_content": ""}
     assert record["agents"][0]["branches"] == [[first, part], []]

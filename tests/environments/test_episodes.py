@@ -4,15 +4,14 @@ import asyncio
 import dataclasses
 import subprocess
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
-from forgeasync.buffer import DropReason, NothingTrains
+from forgeasync.buffer import DropReason
 from forgeasync.config import Ending, EndingPolicy, EndingsSection, EpisodesSection, SamplingSection
 from forgeasync.environments import (
     Agent,
@@ -28,7 +27,6 @@ from forgeasync.environments import (
     Turn,
     TurnRequest,
     build_environment,
-    build_renderer,
     check_environment,
 )
 from forgeasync.rollouts import (
@@ -54,12 +52,11 @@ from forgeasync.runtime import (
 )
 from forgeasync.schema import ConfigError, PythonCode
 from forgeasync.testing import HandTime, ScriptedGenerator
+from tests.environments.episodes import AGENT, TOKENIZER, make_episodes
 from tests.support.buffer_world import make_task
-from tests.support.chat import make_tokenizer
-from tests.support.loops import MAX_STEPS, Generators, Recorder, Trainer, make_config, make_run
+from tests.support.loops import MAX_STEPS, Generators, Recorder, Trainer, make_config, make_run, run_loops
 from tests.support.rollouts import make_stored_rollout
 
-TOKENIZER = make_tokenizer(None)
 TASK = dataclasses.replace(make_task(3), prompt="1 + 2 =")
 Sampler = Callable[[EpisodeId, TurnRequest], Awaitable[SampledTurn | None]]
 SAMPLING = SamplingSection(max_response_tokens=10)
@@ -87,40 +84,12 @@ class FromFunction(Environment):
         return await self._function(task, agent)
 
 
-def make_episodes(
-    rollout: Callable[..., Awaitable[object]] | Environment,
-    *,
-    section: EpisodesSection | None = None,
-    limit_s: float = 20.0,
-    max_context_length: int = 100,
-    roles: Sequence[AgentRole] = (AgentRole(name="agent", is_trainable=True),),
-    now_s: Callable[[], float] = time.perf_counter,
-) -> Episodes:
-    return Episodes(
-        rollout if isinstance(rollout, Environment) else FromFunction(rollout),
-        build_renderer(TOKENIZER, chat_template=False),
-        name="my.Env",
-        roles=roles,
-        has_one_agent=len(roles) == 1,
-        max_context_length=max_context_length,
-        section=section or EpisodesSection(),
-        limit_s=limit_s,
-        now_s=now_s,
-    )
-
-
-def start(
-    episodes: Episodes, sample: Sampler, *, num_episodes: int, keeps_record: bool = False
-) -> "list[asyncio.Task[EpisodeOutcome]]":
+def start(episodes: Episodes, sample: Sampler, *, num_episodes: int) -> "list[asyncio.Task[EpisodeOutcome]]":
     """Begin episodes side by side."""
     return [
         asyncio.ensure_future(
             episodes.run(
-                TASK,
-                EpisodeId(group_id=9, index=index),
-                max_turn_tokens=10,
-                sample=sample,
-                keeps_record=keeps_record,
+                TASK, EpisodeId(group_id=9, index=index), max_turn_tokens=10, sample=sample, keeps_record=True
             )
         )
         for index in range(num_episodes)
@@ -132,20 +101,30 @@ def run(
     sample: Sampler | None = None,
     *,
     num_episodes: int = 3,
-    section: EpisodesSection | None = None,
-    limit_s: float = 20.0,
-    max_context_length: int = 100,
-    roles: Sequence[AgentRole] = (AgentRole(name="agent", is_trainable=True),),
+    **options: Any,
 ) -> list[EpisodeOutcome]:
-    episodes = make_episodes(
-        rollout, section=section, limit_s=limit_s, max_context_length=max_context_length, roles=roles
-    )
-    models = sample or Models()
+    """``options`` are those of ``make_episodes``."""
+    environment = rollout if isinstance(rollout, Environment) else FromFunction(rollout)
+    episodes = make_episodes(environment, **options)
 
     async def go() -> list[EpisodeOutcome]:
-        return await asyncio.gather(*start(episodes, models, num_episodes=num_episodes, keeps_record=True))
+        return await asyncio.gather(*start(episodes, sample or Models(), num_episodes=num_episodes))
 
     return asyncio.run(go())
+
+
+async def run_past_deadline(
+    episodes: Episodes,
+    clock: HandTime,
+    sample: Sampler | None = None,
+    *,
+    has_begun: Callable[[], bool] = lambda: True,
+) -> EpisodeOutcome:
+    """One episode, during which time passes from where it has begun what it does."""
+    (running,) = start(episodes, sample or Models(), num_episodes=1)
+    await clock.stand_until(has_begun)
+    await clock.pass_until(running.done)
+    return await running
 
 
 def values(outcomes: Sequence[EpisodeOutcome]) -> list[float]:
@@ -256,75 +235,55 @@ def test_an_episode_that_goes_wrong_is_named_and_harms_no_other(
 
 
 @pytest.mark.parametrize("then", [hangs, hangs_on, waits_for_a_process])
-def test_an_episode_that_takes_too_long_delays_no_other(then: Callable[[], Awaitable[Score]]) -> None:
+async def test_an_episode_that_takes_too_long_delays_no_other(
+    then: Callable[[], Awaitable[Score]], hand_time: HandTime
+) -> None:
     """Nothing of Python can end a wait in C: the process that it waits for is killed."""
-    clock = HandTime()
-    episodes = make_episodes(only_one("1", then), limit_s=0.3, now_s=clock)
-
-    async def go() -> list[EpisodeOutcome]:
-        running = start(episodes, Models(), num_episodes=3)
-        # The clock stands still: whoever ends, ends without the deadline of the one that hangs.
-        others = [await running[0], await running[2]]
-        await clock.pass_until(running[1].done)
-        return [others[0], await running[1], others[1]]
-
-    outcomes = clock.run(go())
+    episodes = make_episodes(only_one("1", then), limit_s=0.3, now_s=hand_time)
+    running = start(episodes, Models(), num_episodes=3)
+    # The clock stands still: whoever ends, ends without the deadline of the one that hangs.
+    others = [await running[0], await running[2]]
+    await hand_time.pass_until(running[1].done)
+    outcomes = [others[0], await running[1], others[1]]
     assert [one.ending for one in outcomes] == [Ending.COMPLETED, Ending.TIMEOUT, Ending.COMPLETED]
     assert "took longer than timeouts.episode_s = 0.3 s" in outcomes[1].problem
     assert outcomes[1].agents[0].score is None
 
 
-def test_a_thread_that_spins_is_interrupted_and_one_that_blocks_is_counted() -> None:
+async def test_a_thread_that_spins_is_interrupted_and_one_that_blocks_is_counted(hand_time: HandTime) -> None:
     blocked = threading.Event()
 
     async def blocks() -> Score:
         blocked.wait()
         return Score(value=1.0, is_correct=True)
 
-    def run_one(then: Callable[[], Awaitable[Score]]) -> Episodes:
-        clock = HandTime()
-        episodes = make_episodes(only_one("0", then), limit_s=0.3, now_s=clock)
-
-        async def go() -> EpisodeOutcome:
-            (running,) = start(episodes, Models(), num_episodes=1)
-            await clock.pass_until(running.done)
-            return await running
-
-        assert clock.run(go()).ending is Ending.TIMEOUT
+    async def run_one(then: Callable[[], Awaitable[Score]]) -> Episodes:
+        episodes = make_episodes(only_one("0", then), limit_s=0.3, now_s=hand_time)
+        assert (await run_past_deadline(episodes, hand_time)).ending is Ending.TIMEOUT
         return episodes
 
     try:
-        assert run_one(blocks).num_stuck == 1
+        assert (await run_one(blocks)).num_stuck == 1
     finally:
         blocked.set()
-    spinning = run_one(spins)
-    while spinning.num_stuck:
-        time.sleep(0.001)
+    spinning = await run_one(spins)
+    await hand_time.stand_until(lambda: not spinning.num_stuck)
 
 
-@pytest.mark.parametrize(
-    ("section", "rollout", "key"),
-    [
-        ({"setup_s": 0.2}, "sleeps_first", "episodes.setup_s = 0.2 s"),
-        ({"step_s": 0.2}, "sleeps_between", "episodes.step_s = 0.2 s"),
-        ({"judge_s": 0.2}, "judges", "episodes.judge_s = 0.2 s"),
-    ],
-)
-def test_every_part_of_an_episode_has_its_deadline(section: dict[str, float], rollout: str, key: str) -> None:
+@pytest.mark.parametrize("key", ["setup_s", "step_s", "judge_s"])
+async def test_every_part_of_an_episode_has_its_deadline(key: str, hand_time: HandTime) -> None:
     waits = threading.Event()
 
-    async def sleeps_first(task: Task, agents: Agents) -> Score:
+    async def wait() -> None:
         waits.set()
-        await asyncio.sleep(1000)
-        return await two_turns(task, agents.solver)
+        await asyncio.Event().wait()
 
-    async def sleeps_between(task: Task, agents: Agents) -> Score:
+    async def rollout(task: Task, agents: Agents) -> Score:
+        if key == "setup_s":
+            await wait()
         await agents.solver.respond(task.prompt)
-        waits.set()
-        await asyncio.sleep(1000)
-        return Score(value=0.0, is_correct=False)
-
-    async def judges(task: Task, agents: Agents) -> Score:
+        if key == "step_s":
+            await wait()
         await agents.judge.respond(task.prompt)
         return Score(value=0.0, is_correct=False)
 
@@ -332,53 +291,49 @@ def test_every_part_of_an_episode_has_its_deadline(section: dict[str, float], ro
 
     async def slow_judge(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
         if episode.agent == 1:
-            waits.set()
-            await asyncio.Event().wait()
+            await wait()
         return await models(episode, request)
 
     roles = (AgentRole(name="solver", is_trainable=True), AgentRole(name="judge", is_trainable=False))
-    rollouts = {"sleeps_first": sleeps_first, "sleeps_between": sleeps_between, "judges": judges}
-    clock = HandTime()
-    episodes = make_episodes(rollouts[rollout], section=EpisodesSection(**section), roles=roles, now_s=clock)
-
-    async def go() -> EpisodeOutcome:
-        (running,) = start(episodes, slow_judge, num_episodes=1)
-        await clock.stand_until(waits.is_set)
-        await clock.pass_until(running.done)
-        return await running
-
-    outcome = clock.run(go())
-    assert outcome.ending is Ending.TIMEOUT and f"took longer than {key}" in outcome.problem
+    section = EpisodesSection(**{key: 0.2})
+    episodes = make_episodes(FromFunction(rollout), section=section, roles=roles, now_s=hand_time)
+    outcome = await run_past_deadline(episodes, hand_time, slow_judge, has_begun=waits.is_set)
+    assert outcome.ending is Ending.TIMEOUT and f"took longer than episodes.{key} = 0.2 s" in outcome.problem
 
 
-def test_a_slow_model_is_not_the_environments_fault() -> None:
-    models, clock = Models(), HandTime()
+async def test_a_slow_model_is_not_the_environments_fault(hand_time: HandTime) -> None:
+    models = Models()
 
     async def slow(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
-        clock.advance(3.0)
+        hand_time.advance(3.0)
         # The episode looks at its deadlines meanwhile.
         for _ in range(5):
             await asyncio.sleep(0)
         return await models(episode, request)
 
     section = EpisodesSection(setup_s=0.1, step_s=0.1)
-    episodes = make_episodes(two_turns, section=section, now_s=clock)
-
-    async def go() -> EpisodeOutcome:
-        (running,) = start(episodes, slow, num_episodes=1)
-        return await running
-
-    outcome = clock.run(go())
+    episodes = make_episodes(FromFunction(two_turns), section=section, now_s=hand_time)
+    outcome = await start(episodes, slow, num_episodes=1)[0]
     assert outcome.ending is Ending.COMPLETED and outcome.sampling_s == outcome.episode_s == 6.0
 
 
-def test_an_episode_without_a_turn_is_a_crash() -> None:
-    async def rollout(task: Task, agent: Agent) -> Score:
-        return Score(value=1.0, is_correct=True)
+async def no_turn(task: Task, agent: Agent) -> Score:
+    return Score(value=1.0, is_correct=True)
 
-    (outcome,) = run(rollout, num_episodes=1)
-    assert outcome.ending is Ending.ENVIRONMENT_CRASH
-    assert "ended without a turn of the model" in outcome.problem
+
+@pytest.mark.parametrize(
+    ("rollout", "max_context_length", "problem"),
+    [
+        (no_turn, 100, "ended without a turn of the model"),
+        # A prompt that fills the context is no truncation.
+        (two_turns, 1, "model.max_context_length = 1 leaves no room"),
+    ],
+)
+def test_an_episode_without_a_turn_is_a_crash(
+    rollout: Callable[..., Awaitable[Score]], max_context_length: int, problem: str
+) -> None:
+    (outcome,) = run(rollout, max_context_length=max_context_length, num_episodes=1)
+    assert outcome.ending is Ending.ENVIRONMENT_CRASH and problem in outcome.problem
 
 
 async def talk_on(task: Task, agent: Agent) -> Score:
@@ -413,12 +368,6 @@ def test_a_bound_that_the_environment_expects_is_scored(bounds: Mapping[str, obj
     assert all(one.ending is ending for one in run(talk_on, **bounds))
     outcomes = run(rollout, **bounds)
     assert all(one.ending is ending for one in outcomes) and values(outcomes) == [0.25] * 3
-
-
-def test_a_prompt_that_fills_the_context_is_no_truncation() -> None:
-    (outcome,) = run(two_turns, max_context_length=1, num_episodes=1)
-    assert outcome.ending is Ending.ENVIRONMENT_CRASH
-    assert "model.max_context_length = 1 leaves no room" in outcome.problem
 
 
 def without_the_turn(*, goes_on: bool) -> Environment:
@@ -476,8 +425,7 @@ def test_an_agent_of_an_episode_that_is_over_does_not_answer() -> None:
 
     async def rollout(task: Task, agent: Agent) -> Score:
         agents.append(agent)
-        await agent.respond(task.prompt)
-        return Score(value=1.0, is_correct=True)
+        return await two_turns(task, agent)
 
     run(rollout, num_episodes=1)
     with pytest.raises(RuntimeError, match="after the episode had ended"):
@@ -607,12 +555,10 @@ class ScriptedEpisodes:
         self._generators = generators
         self._failing = failing
         self._rng = np.random.default_rng(0)
-        self.seeds: list[int | None] = []
 
     async def sample(
         self, group_id: int, task: Task, *, seed: int | None
     ) -> SampledGroup | RefusedGroup | CancelledGroup:
-        self.seeds.append(seed)
         if self._failing(group_id):
             return RefusedGroup(problem=f"group {group_id}: no tool", reason=DropReason.EPISODE_FAILED)
         version = min(self._generators._fetched)
@@ -630,13 +576,6 @@ class ScriptedEpisodes:
         return HeldOutRollout(result=failed if task.prompt == "1" else done)
 
 
-class OnlyForEpisodes:
-    """A fleet that is never watched to its end."""
-
-    async def watch(self) -> None:
-        await asyncio.Event().wait()
-
-
 class NobodyScores:
     """Whoever has something scored gets an error."""
 
@@ -645,24 +584,17 @@ class NobodyScores:
 
 
 def test_groups_of_episodes_skip_the_scorer() -> None:
-    config = make_config()
-    trainer, recorder = Trainer(), Recorder()
-    held_out = [dataclasses.replace(make_task(number), prompt=str(number)) for number in (0, 1, 2)]
-
-    async def go() -> None:
-        generators = Generators()
-        grpo = make_run(
-            config,
-            generators=generators,
-            trainer=trainer,
-            recorder=recorder,
-            held_out=held_out,
-            groups=ScriptedEpisodes(generators, failing=lambda group_id: group_id == 1),
-        )
-        grpo.scorer = NobodyScores()
-        await grpo.run(OnlyForEpisodes())
-
-    asyncio.run(go())
+    trainer, recorder, generators = Trainer(), Recorder(), Generators()
+    grpo = make_run(
+        make_config(),
+        generators=generators,
+        trainer=trainer,
+        recorder=recorder,
+        held_out=[dataclasses.replace(make_task(number), prompt=str(number)) for number in (0, 1, 2)],
+        groups=ScriptedEpisodes(generators, failing=lambda group_id: group_id == 1),
+    )
+    grpo.scorer = NobodyScores()
+    run_loops(grpo)
     assert len(trainer.steps) == MAX_STEPS
     assert recorder.problems == ["group 1: no tool"]
     assert recorder.accuracies[0] == 1.0, "a held-out episode that fails is left out"
@@ -676,52 +608,30 @@ def test_groups_of_episodes_skip_the_scorer() -> None:
     )
 
 
-def test_episodes_of_groups_that_the_buffer_drops_are_forgotten() -> None:
+async def test_episodes_of_groups_that_the_buffer_drops_are_forgotten() -> None:
     recorder = Recorder()
     grpo = make_run(make_config(), recorder=recorder)
     lost = [
         Group(group_id=number, draw_id=0, task=TASK, rollouts=(make_stored_rollout((0, 0, 4)),))
         for number in (3, 5)
     ]
-
-    async def lose() -> None:
-        for group in lost:
-            await grpo.payloads.reserve(group.group_id)
-        await grpo.lifecycle.lose(lost)
-
-    asyncio.run(lose())
+    for group in lost:
+        await grpo.payloads.reserve(group.group_id)
+    await grpo.lifecycle.lose(lost)
     assert recorder.forgotten_records == {3, 5}
-
-
-def test_episodes_that_always_fail_end_the_run() -> None:
-    config = make_config("buffer.max_given_up_in_a_row=5")
-
-    async def go() -> None:
-        grpo = make_run(config, recorder=Recorder())
-        grpo.groups = ScriptedEpisodes(Generators(), failing=lambda group_id: True)
-        await grpo.run(OnlyForEpisodes())
-
-    with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(go())
-    assert caught.group_contains(NothingTrains, match=r"5 groups in a row .*episode_failed.*no tool")
 
 
 # ---- what becomes of endings
 
 
-def outcome_of(
-    ending: Ending, value: float | None = None, *, attempt: int = 0, num_turns: int = 2
-) -> EpisodeOutcome:
+def outcome_of(ending: Ending, value: float | None = None) -> EpisodeOutcome:
     score = None if value is None else Score(value=value, is_correct=True)
-    agent = AgentOutcome(score=score, num_turns=num_turns, num_rewritten=0, num_faulty_calls=0)
-    return EpisodeOutcome(
-        ending=ending,
-        agents=(agent,),
-        episode_s=1.0,
-        sampling_s=0.5,
-        problem=None if ending is Ending.COMPLETED else f"it is {ending}",
-        attempt=attempt,
-    )
+    agent = AgentOutcome(score=score, num_turns=2, num_rewritten=0, num_faulty_calls=0)
+    problem = None if ending is Ending.COMPLETED else f"it is {ending}"
+    return EpisodeOutcome(ending=ending, agents=(agent,), episode_s=1.0, sampling_s=0.5, problem=problem)
+
+
+DONE = outcome_of(Ending.COMPLETED, 1.0)
 
 
 class ScriptedPool:
@@ -791,6 +701,21 @@ class PinningRouter:
         return tuple(make_stored_rollout((0, 0, 7), text="said") for _ in ended)
 
 
+def make_groups(
+    pool: ScriptedPool, router: PinningRouter, *, group_size: int, keeps_texts: bool = True, **section: Any
+) -> GroupEpisodes:
+    return GroupEpisodes(
+        pool,
+        router,
+        roles=AGENT,
+        group_size=group_size,
+        sampling=SAMPLING,
+        section=EpisodesSection(**section),
+        max_lost_per_group=3,
+        keeps_texts=keeps_texts,
+    )
+
+
 def sample_group(
     script: Mapping[int, Sequence[EpisodeOutcome | CancelledGroup]],
     *,
@@ -798,22 +723,14 @@ def sample_group(
     **endings: EndingPolicy,
 ) -> tuple[SampledGroup | RefusedGroup | CancelledGroup, ScriptedPool, PinningRouter]:
     pool, router = ScriptedPool(script), PinningRouter()
-    groups = GroupEpisodes(
-        pool,
-        router,
-        roles=(AgentRole(name="agent", is_trainable=True),),
-        group_size=len(script),
-        sampling=SAMPLING,
-        section=EpisodesSection(max_attempts=3, endings=EndingsSection(**endings)),
-        max_lost_per_group=3,
-        keeps_texts=keeps_texts,
-    )
+    section = {"max_attempts": 3, "endings": EndingsSection(**endings)}
+    groups = make_groups(pool, router, group_size=len(script), keeps_texts=keeps_texts, **section)
     return asyncio.run(groups.sample(5, TASK, seed=3)), pool, router
 
 
 def test_infrastructure_is_run_again_and_never_scored() -> None:
-    lost, done = outcome_of(Ending.INFRASTRUCTURE, 0.0), outcome_of(Ending.COMPLETED, 1.0)
-    answer, pool, router = sample_group({0: [done], 1: [lost, lost, done], 2: [lost, lost, lost]})
+    lost = outcome_of(Ending.INFRASTRUCTURE, 0.0)
+    answer, pool, router = sample_group({0: [DONE], 1: [lost, lost, DONE], 2: [lost, lost, lost]})
     assert isinstance(answer, SampledGroup)
     # The third episode has had its attempts: its siblings train without it.
     assert [(one.episode.index, one.episode.attempt) for one in router.stored] == [(0, 0), (1, 2)]
@@ -824,9 +741,14 @@ def test_infrastructure_is_run_again_and_never_scored() -> None:
 
 
 def test_a_group_of_one_trains_if_somebody_has_scored_it() -> None:
-    answer, pool, router = sample_group({0: [outcome_of(Ending.COMPLETED, 1.0)]})
+    """What people have said can stay where it was said."""
+    answer, pool, router = sample_group({0: [DONE]})
     assert isinstance(answer, SampledGroup) and [score.value for score in answer.scores] == [1.0]
     assert pool.requests[0].keeps_record and answer.rollouts[0].text
+    answer, pool, _ = sample_group({0: [DONE]}, keeps_texts=False)
+    assert isinstance(answer, SampledGroup) and not pool.requests[0].keeps_record
+    assert all(branch.text == "" for rollout in answer.rollouts for branch in rollout.branches)
+    assert all(rollout.num_sampled_tokens for rollout in answer.rollouts)
     refused, _, router = sample_group({0: [outcome_of(Ending.NO_SCORE)]})
     assert isinstance(refused, RefusedGroup) and len(refused.outcomes) == 1
     assert (refused.reason, refused.problem) == (DropReason.NO_SCORE, None), "nothing went wrong"
@@ -834,15 +756,8 @@ def test_a_group_of_one_trains_if_somebody_has_scored_it() -> None:
     failed, _, _ = sample_group({0: [outcome_of(Ending.TIMEOUT)]})
     assert isinstance(failed, RefusedGroup) and failed.reason is DropReason.EPISODE_FAILED
     # Of a larger group two must be left, whatever ended the others.
-    several, _, _ = sample_group({0: [outcome_of(Ending.COMPLETED, 1.0)], 1: [outcome_of(Ending.NO_SCORE)]})
+    several, _, _ = sample_group({0: [DONE], 1: [outcome_of(Ending.NO_SCORE)]})
     assert isinstance(several, RefusedGroup) and several.reason is DropReason.NO_SCORE
-
-
-def test_what_people_said_stays_where_it_was_said() -> None:
-    answer, pool, _ = sample_group({0: [outcome_of(Ending.COMPLETED, 1.0)]}, keeps_texts=False)
-    assert isinstance(answer, SampledGroup) and not pool.requests[0].keeps_record
-    assert all(branch.text == "" for rollout in answer.rollouts for branch in rollout.branches)
-    assert all(rollout.num_sampled_tokens for rollout in answer.rollouts)
 
 
 @pytest.mark.parametrize(
@@ -855,36 +770,35 @@ def test_what_people_said_stays_where_it_was_said() -> None:
     ],
 )
 def test_an_ending_means_what_its_policy_says(policy: EndingPolicy, expected: dict[int, float]) -> None:
-    done = outcome_of(Ending.COMPLETED, 1.0)
     second = [outcome_of(Ending.TOOL_ERROR, 0.5), outcome_of(Ending.COMPLETED, 0.25)]
-    answer, _, router = sample_group({0: [done], 1: second, 2: [done]}, tool_error=policy)
+    answer, _, router = sample_group({0: [DONE], 1: second, 2: [DONE]}, tool_error=policy)
     assert isinstance(answer, SampledGroup)
     found = zip(router.stored, answer.scores, strict=True)
     assert {one.episode.index: score.value for one, score in found} == expected
 
 
 def test_a_score_that_is_missing_counts_as_none() -> None:
-    done, cut = outcome_of(Ending.COMPLETED, 1.0), outcome_of(Ending.LENGTH)
-    answer, _, router = sample_group({0: [done], 1: [cut]})
+    answer, _, router = sample_group({0: [DONE], 1: [outcome_of(Ending.LENGTH)]})
     assert [score.value for score in answer.scores] == [1.0, 0.0]
     assert [one.is_truncated for one in router.stored] == [False, True]
 
 
 def test_a_group_without_enough_episodes_is_given_up() -> None:
-    done, hung = outcome_of(Ending.COMPLETED, 1.0), outcome_of(Ending.TIMEOUT)
-    answer, _, router = sample_group({0: [done], 1: [hung], 2: [hung]})
+    hung = outcome_of(Ending.TIMEOUT)
+    answer, _, router = sample_group({0: [DONE], 1: [hung], 2: [hung]})
     assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.EPISODE_FAILED
     assert answer.problem == "group 5: it is timeout" and len(answer.outcomes) == 3
     assert router.dropped_groups == [(7, 5)] and not router.stored
 
 
 def test_a_group_that_is_given_up_meanwhile_is_dropped() -> None:
-    done = outcome_of(Ending.COMPLETED, 1.0)
-    answer, _, router = sample_group({0: [done], 1: [CancelledGroup()]})
+    answer, _, router = sample_group({0: [DONE], 1: [CancelledGroup()]})
     assert isinstance(answer, CancelledGroup) and router.dropped_groups == [(7, 5)]
 
 
-def test_a_group_waits_while_the_cache_of_its_generator_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_group_waits_while_the_cache_of_its_generator_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The first one does not: with nothing under way nothing would ever make room."""
     monkeypatch.setattr(group_sampling, "ADMISSION_S", 0.01)
     released = asyncio.Event()
@@ -895,53 +809,33 @@ def test_a_group_waits_while_the_cache_of_its_generator_is_short(monkeypatch: py
             await released.wait()
             return outcome
 
-    async def go() -> None:
-        done = [outcome_of(Ending.COMPLETED, 1.0)]
-        pool, router = HeldPool({0: done, 1: done}), PinningRouter()
-        groups = GroupEpisodes(
-            pool,
-            router,
-            roles=(AgentRole(name="agent", is_trainable=True),),
-            group_size=2,
-            sampling=SAMPLING,
-            section=EpisodesSection(max_kv_usage=0.8),
-            max_lost_per_group=3,
-        )
-        first = asyncio.create_task(groups.sample(1, TASK, seed=None))
-        while len(pool.requests) < 2:
-            await asyncio.sleep(0.001)
-        router.usages = [0.95] * 5 + [0.7]
-        second = asyncio.create_task(groups.sample(2, TASK, seed=None))
-        while len(router.usages) > 3:
-            await asyncio.sleep(0.001)
-        assert len(pool.requests) == 2 and groups.num_admission_waits == 1
-        while len(pool.requests) < 4:
-            await asyncio.sleep(0.001)
-        assert not router.usages and groups.num_admission_waits == 1
-        released.set()
-        assert all(isinstance(one, SampledGroup) for one in await asyncio.gather(first, second))
-
-    asyncio.run(go())
+    pool, router = HeldPool({0: [DONE], 1: [DONE]}), PinningRouter()
+    groups = make_groups(pool, router, group_size=2, max_kv_usage=0.8)
+    first = asyncio.create_task(groups.sample(1, TASK, seed=None))
+    while len(pool.requests) < 2:
+        await asyncio.sleep(0.001)
+    router.usages = [0.95] * 5 + [0.7]
+    second = asyncio.create_task(groups.sample(2, TASK, seed=None))
+    while len(router.usages) > 3:
+        await asyncio.sleep(0.001)
+    assert len(pool.requests) == 2 and groups.num_admission_waits == 1
+    while len(pool.requests) < 4:
+        await asyncio.sleep(0.001)
+    assert not router.usages and groups.num_admission_waits == 1
+    released.set()
+    assert all(isinstance(one, SampledGroup) for one in await asyncio.gather(first, second))
 
 
-def test_an_evaluation_set_is_sampled_in_its_own_way() -> None:
+async def test_an_evaluation_set_is_sampled_in_its_own_way() -> None:
     greedy = SamplingSection(max_response_tokens=7, temperature=0.1)
-    pool, router = ScriptedPool({0: [outcome_of(Ending.COMPLETED, 1.0)]}), PinningRouter()
-    groups = GroupEpisodes(
-        pool,
-        router,
-        roles=(AgentRole(name="agent", is_trainable=True),),
-        group_size=4,
-        sampling=SAMPLING,
-        section=EpisodesSection(),
-        max_lost_per_group=3,
-    )
-    found = [asyncio.run(groups.score(TASK, sampling=greedy, seed=3)) for _ in range(2)]
+    pool, router = ScriptedPool({0: [DONE]}), PinningRouter()
+    groups = make_groups(pool, router, group_size=4)
+    found = [await groups.score(TASK, sampling=greedy, seed=3) for _ in range(2)]
     assert all(isinstance(one.result, Score) and one.ending is Ending.COMPLETED for one in found)
     assert [(one.sampling, one.seed, one.generator_number) for one in pool.requests] == [(greedy, 3, 70)] * 2
     ids = [one.episode.group_id for one in pool.requests]
     assert ids == [-1, -2] and router.dropped_groups == [(7, -1), (7, -2)]
     pool._script = {0: [outcome_of(Ending.TIMEOUT)]}
-    failed = asyncio.run(groups.score(TASK, sampling=greedy, seed=3))
+    failed = await groups.score(TASK, sampling=greedy, seed=3)
     assert isinstance(failed.result, Unscored) and failed.ending is Ending.TIMEOUT
     assert f"{TASK.task_id} failed: it is timeout" in failed.result.reason

@@ -8,20 +8,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from forgeasync.checkpoints import data_order, differences
-from forgeasync.config import (
-    DataSection,
-    EvaluationSection,
-    check_without_model,
-    named_sets,
-    named_sources,
-)
+from forgeasync.config import DataSection, EvaluationSection, check_without_model, named_sets, named_sources
 from forgeasync.environments import (
+    StoredTasks,
     TaskOrder,
     WeightedOrder,
     build_source,
@@ -29,7 +22,7 @@ from forgeasync.environments import (
     look_at_data,
     weighted_order,
 )
-from forgeasync.rollouts import PromptEncoder
+from forgeasync.rollouts import Task
 from forgeasync.schema import ConfigError
 from tests.support.buffer_world import make_task
 from tests.support.config_samples import minimal_config
@@ -62,12 +55,6 @@ class TestPythonSource:
         again = build_source(section(source=own("counting")), seed=4)
         assert again.held_out == problems.held_out and again.train != problems.train
         assert len({task.task_id for task in (*problems.train, *again.train, *problems.held_out)}) == 65
-
-    def test_what_is_held_out_is_not_trained_on(self) -> None:
-        problems = build_source(section(source=own("counting"), num_held_out=40), seed=3)
-        held_out = {task.prompt for task in problems.held_out}
-        assert "10 + 1 =" in held_out and not held_out & {task.prompt for task in problems.train}
-        assert len(problems.train) == 30
 
     @pytest.mark.parametrize(
         ("name", "said"),
@@ -165,7 +152,7 @@ class TestOrder:
         assert resumed.position == whole.position == position + 20
 
 
-def test_sets_are_evaluated_with_their_own_sampling_beside_what_is_held_out() -> None:
+async def test_sets_are_evaluated_with_their_own_sampling_beside_what_is_held_out() -> None:
     one_set = (
         "{name: hard, num_problems: 3, num_samples: 2, source: {kind: python, factory: a.b}, "
         "sampling: {temperature: 0.25, max_response_tokens: 8}}"
@@ -179,7 +166,7 @@ def test_sets_are_evaluated_with_their_own_sampling_beside_what_is_held_out() ->
         sets={"hard": [make_problem(3), make_problem(10), make_problem(30)]},
     )
     run.serving.until_served = lambda version: asyncio.sleep(0)
-    held_out = asyncio.run(run.evaluations.first())
+    held_out = await run.evaluations.first()
     others = {f"eval/{part}version_{which}" for part in ("", "hard/") for which in ("min", "max")}
     others.add("eval/wall_s")
     metrics = held_out.metrics()
@@ -231,60 +218,6 @@ class TestRecords:
         assert json_like(record) == {"big": str(2**70), "t": [1, 2]}
 
 
-TEMPLATE = (
-    "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
-    "{% if thinking %}think {% endif %}{% if add_generation_prompt %}model{% endif %}"
-)
-
-
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = ["<unk>", "system", "user", "model", "one", "two", "think", "be", "brief"]
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
-
-class TestPrompts:
-    def test_a_system_message_and_arguments_are_rendered(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        encoder = PromptEncoder(
-            tokenizer, chat_template=True, system_prompt="be brief", template_arguments={"thinking": True}
-        )
-        words = tokenizer.convert_ids_to_tokens(encoder.encode("one two"))
-        assert words == ["system", "be", "brief", "user", "one", "two", "think", "model"]
-
-    def test_an_argument_that_the_template_never_reads_is_refused(
-        self, tokenizer: PreTrainedTokenizerFast
-    ) -> None:
-        with pytest.raises(
-            ValueError, match=r"data\.template_arguments\.thinkin = True: .*it reads .*thinking"
-        ):
-            PromptEncoder(tokenizer, chat_template=True, template_arguments={"thinkin": True})
-
-    @pytest.mark.parametrize(
-        ("template", "said"),
-        [
-            (
-                "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}x",
-                "user first",
-            ),
-            (
-                "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
-                "leaves",
-            ),
-        ],
-    )
-    def test_a_template_without_system_messages_is_refused(
-        self, tokenizer: PreTrainedTokenizerFast, template: str, said: str
-    ) -> None:
-        tokenizer.chat_template = template
-        with pytest.raises(ValueError, match=rf"data\.system_prompt = 'be brief': .*{said}"):
-            PromptEncoder(tokenizer, chat_template=True, system_prompt="be brief")
-
-
 def test_a_checkpoint_from_before_these_keys_has_the_same_data() -> None:
     """Keys that it lacks are none: nothing differs."""
     now = make_config().data.model_dump(mode="json")
@@ -301,3 +234,77 @@ def test_rewards_beside_an_environment_are_refused() -> None:
     found = check_without_model(minimal_config(environment, f"data.reward={own}"))
     assert [problem.field for problem in found] == ["data.reward"]
     assert "environment" in str(found[0])
+
+
+# ---- tasks in memory, and the order in which they are issued
+
+
+TASKS = st.lists(
+    st.builds(
+        Task,
+        task_id=st.text(),
+        # Half of a character too: a source of one's own may have it.
+        prompt=st.text(st.characters()),
+        answer=st.text(),
+        source_index=st.integers(-(2**40), 2**40),
+        source=st.sampled_from(["a", "b"]),
+        record=st.dictionaries(st.text(), json_values, max_size=3),
+    ),
+    max_size=6,
+)
+
+
+@given(TASKS)
+def test_they_are_those_that_were_given(tasks: list[Task]) -> None:
+    stored = StoredTasks(tasks)
+    assert len(stored) == len(tasks) and list(stored) == tasks
+    assert stored[1:] == tasks[1:] and list(reversed(stored)) == tasks[::-1]
+    assert stored == StoredTasks(stored)
+    for task in tasks[-1:]:
+        assert stored[-1] == task and task in stored
+        assert stored != StoredTasks([*tasks, task])
+        assert stored != StoredTasks([*tasks[:-1], dataclasses.replace(task, answer=task.answer + "1")])
+
+
+def test_one_can_be_changed_without_the_other() -> None:
+    stored = StoredTasks([dataclasses.replace(make_task(0), record={"list": [1]})])
+    stored[0].record["list"].append(2)
+    assert stored[0].record == {"list": [1]}
+
+
+def test_there_is_none_outside() -> None:
+    stored = StoredTasks([make_task(0)])
+    for index in (1, -2):
+        with pytest.raises(IndexError):
+            stored[index]
+    assert not StoredTasks()
+
+
+def test_they_are_issued_in_the_order_of_a_list() -> None:
+    tasks = [make_task(index, "ab"[index % 3 == 0]) for index in range(50)]
+    orders = [weighted_order(one, {"a": 1.0, "b": 3.0}, seed=3) for one in (tasks, StoredTasks(tasks))]
+    issued, others = ([order.next() for _ in range(200)] for order in orders)
+    assert issued == others and {task.source for task in issued} == {"a", "b"}
+
+
+def take(order: TaskOrder, count: int) -> list[str]:
+    return [order.next().task_id for _ in range(count)]
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 30), seed=st.integers(0, 2**32), num_epochs=st.integers(1, 4))
+def test_every_epoch_is_a_permutation(size: int, seed: int, num_epochs: int) -> None:
+    tasks = [make_task(index) for index in range(size)]
+    order = TaskOrder(tasks, seed=seed)
+    for epoch in range(num_epochs):
+        assert (order.position, order.epoch) == (epoch * size, epoch)
+        assert sorted(take(order, size)) == sorted(task.task_id for task in tasks)
+
+
+def test_epochs_and_seeds_differ() -> None:
+    tasks = [make_task(index) for index in range(50)]
+    order = TaskOrder(tasks, seed=0)
+    first, second = take(order, 50), take(order, 50)
+    assert first != second
+    assert first != [task.task_id for task in tasks]
+    assert take(TaskOrder(tasks, seed=1), 50) not in (first, second)

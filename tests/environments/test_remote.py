@@ -50,6 +50,8 @@ async def nothing(request: web.Request) -> web.Response:
 
 def replies(body: object, status: int = 200) -> Handler:
     async def handle(request: web.Request) -> web.Response:
+        if isinstance(body, bytes):
+            return web.Response(body=body, status=status)
         return web.json_response(body, status=status)
 
     return handle
@@ -86,15 +88,40 @@ def rollout(
     return asyncio.run(go())
 
 
+def recording(got: list[dict[str, Any]], reply: dict[str, Any]) -> Handler:
+    """Keeps the requests."""
+
+    async def handle(request: web.Request) -> web.Response:
+        got.append(await request.json())
+        return web.json_response(reply)
+
+    return handle
+
+
+class Held:
+    """Handlers of an episode that ends only once it is deleted."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.deleted: list[str] = []
+        self.has_begun, self.is_over = asyncio.Event(), asyncio.Event()
+
+    async def post(self, request: web.Request) -> web.Response:
+        self.begun.append((await request.json())["episode"])
+        self.has_begun.set()
+        await self.is_over.wait()
+        return web.Response()
+
+    async def delete(self, request: web.Request) -> web.Response:
+        self.deleted.append(request.match_info["episode"])
+        self.is_over.set()
+        return web.Response()
+
+
 def test_the_server_gets_the_task_and_the_session_and_its_reply_is_the_score() -> None:
     got: list[dict[str, Any]] = []
-
-    async def post(request: web.Request) -> web.Response:
-        got.append(await request.json())
-        return web.json_response(
-            {"score": 0.5, "is_correct": True, "parts": {"speed": 2.0}, "feedback": "slow", "new": [1]}
-        )
-
+    reply = {"score": 0.5, "is_correct": True, "parts": {"speed": 2.0}, "feedback": "slow", "new": [1]}
+    post = recording(got, reply)
     score = rollout(post)
     assert (score.value, score.is_correct, dict(score.parts)) == (0.5, True, {"speed": 2.0})
     assert score.feedback == "slow"
@@ -123,15 +150,11 @@ def test_an_endpoint_of_others_has_no_anthropic_url(monkeypatch: pytest.MonkeyPa
     """``apps.evaluate --base-url`` asks one, which is known to serve Chat Completions alone."""
     got: list[dict[str, Any]] = []
 
-    async def post(request: web.Request) -> web.Response:
-        got.append(await request.json())
-        return web.json_response({"score": 0.5})
-
     def refuse(agent: Agent) -> str:
         raise ValueError("it has Chat Completions alone")
 
     monkeypatch.setattr(UrlAgent, "anthropic_base_url", property(refuse))
-    assert rollout(post).value == 0.5
+    assert rollout(recording(got, {"score": 0.5})).value == 0.5
     assert (got[0]["base_url"], got[0]["anthropic_base_url"]) == (UrlAgent.base_url, None)
 
 
@@ -163,25 +186,26 @@ def test_the_score_decides_what_is_correct_where_the_server_does_not(score: floa
         ({"score": 1.0, "parts": {f"a{number}": 1.0 for number in range(65)}}, ValueError, "at most 64"),
         ({"score": 1.0, "parts": {"mean": 1.0}}, ValueError, "mean"),
         ({"ending": None, "score": 1.0}, RuntimeError, "is no episode"),
+        *(
+            (text, RuntimeError, "is no episode")
+            for text in (
+                b'{"score": NaN}',
+                b'{"score": 1e999}',
+                b'{"score": 1.0',
+                b"",
+                b"[" * 100_000,
+                b'{"score": 1.0} {}',
+                b"\xff",
+            )
+        ),
     ],
 )
 def test_endings_and_unreadable_replies_are_never_a_score(
     reply: object, error: type[Exception], words: str
 ) -> None:
+    """Bytes are no JSON."""
     with pytest.raises(error, match=words):
         rollout(replies(reply))
-
-
-@pytest.mark.parametrize(
-    "text",
-    ['{"score": NaN}', '{"score": 1e999}', '{"score": 1.0', "", "[" * 100_000, '{"score": 1.0} {}', "\xff"],
-)
-def test_a_reply_that_is_no_json_is_never_a_score(text: str) -> None:
-    async def post(request: web.Request) -> web.Response:
-        return web.Response(body=text.encode("latin-1"))
-
-    with pytest.raises(RuntimeError, match="is no episode"):
-        rollout(post)
 
 
 @pytest.mark.parametrize(
@@ -203,48 +227,24 @@ def test_a_server_that_is_not_there_interrupts_the_episode_and_is_refused_before
 
 
 def test_a_server_whose_health_is_bad_interrupts_an_episode_that_goes_on() -> None:
-    cancelled: list[str] = []
-    is_over = asyncio.Event()
-
-    async def post(request: web.Request) -> web.Response:
-        await is_over.wait()
-        return web.Response()
-
-    async def delete(request: web.Request) -> web.Response:
-        cancelled.append(request.match_info["episode"])
-        is_over.set()
-        return web.Response()
-
+    held = Held()
     with pytest.raises(EpisodeInterrupted, match="health: status 404"):
-        rollout(post, health=nothing, delete=delete, health_s=0.1)
-    assert len(cancelled) == 1
+        rollout(held.post, health=nothing, delete=held.delete, health_s=0.1)
+    assert len(held.deleted) == 1
 
 
 def test_an_episode_that_is_cancelled_is_cancelled_on_the_server() -> None:
-    begun: list[str] = []
-    cancelled: list[str] = []
-    has_begun, is_over = asyncio.Event(), asyncio.Event()
-
-    async def post(request: web.Request) -> web.Response:
-        begun.append((await request.json())["episode"])
-        has_begun.set()
-        await is_over.wait()
-        return web.Response()
-
-    async def delete(request: web.Request) -> web.Response:
-        cancelled.append(request.match_info["episode"])
-        is_over.set()
-        return web.Response()
+    held = Held()
 
     async def cancel(call: Awaitable[Score]) -> None:
         task = asyncio.ensure_future(call)
-        await has_begun.wait()
+        await held.has_begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    rollout(post, delete=delete, use=cancel)
-    assert cancelled == begun and len(begun) == 1
+    rollout(held.post, delete=held.delete, use=cancel)
+    assert held.deleted == held.begun and len(held.begun) == 1
 
 
 @pytest.mark.parametrize(

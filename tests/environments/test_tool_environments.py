@@ -16,27 +16,24 @@ from forgeasync.config import (
     Bubblewrap,
     Ending,
     EnvironmentSection,
-    EpisodesSection,
     UnsafeSubprocess,
     check_without_model,
-    environment_name,
 )
 from forgeasync.environments import (
-    AgentRole,
     EpisodeInterrupted,
-    Episodes,
     ToolCall,
     ToolError,
     Turn,
+    TurnRequest,
     build_environment,
-    build_renderer,
     check_environment,
     score_answer,
 )
 from forgeasync.environments.tool_environments import MAX_READ_CHARACTERS
-from forgeasync.rollouts import NO_ANSWER, EpisodeId, EpisodeOutcome, FinishReason, Score, ToolStatus
+from forgeasync.rollouts import NO_ANSWER, EpisodeId, FinishReason, SampledTurn, Score, ToolStatus
 from forgeasync.schema import ConfigError
 from forgeasync.testing import HandTime, ScriptedAgent, ScriptedGenerator, scripted_turn
+from tests.environments.episodes import make_episodes
 from tests.support.buffer_world import make_task
 from tests.support.chat import make_tokenizer
 from tests.support.config_samples import minimal_config
@@ -201,45 +198,29 @@ def test_code_that_ends_its_own_sandbox_is_no_fault_of_the_infrastructure() -> N
 
 
 @pytest.mark.procs
-def test_without_a_sandbox_the_episode_is_interrupted() -> None:
+async def test_without_a_sandbox_the_episode_is_interrupted() -> None:
     section = section_of(kind="python_tool")
     environment = build_environment(section, Bubblewrap(program="/no/such/bwrap"))
     with pytest.raises(EpisodeInterrupted, match="a sandbox cannot be started"):
-        asyncio.run(environment.rollout(TASK, ScriptedAgent("15")))
+        await environment.rollout(TASK, ScriptedAgent("15"))
     (problem,) = check_environment(section, Bubblewrap(program="/no/such/bwrap"))
     assert problem.field == "sandbox.kind"
 
 
-def episode(section: EnvironmentSection, model: ScriptedGenerator, tokenizer: Any) -> EpisodeOutcome:
-    """An episode of a model without a chat template."""
-    episodes = Episodes(
-        build_environment(section),
-        build_renderer(tokenizer, chat_template=False),
-        name=environment_name(section),
-        roles=[AgentRole(name="agent", is_trainable=True)],
-        has_one_agent=True,
-        max_context_length=200,
-        section=EpisodesSection(),
-        limit_s=300.0,
-    )
-
-    async def sample(episode: EpisodeId, request: Any) -> Any:
-        return await model(request)
-
-    return asyncio.run(
-        episodes.run(
-            TASK, EpisodeId(group_id=1, index=0), max_turn_tokens=50, sample=sample, keeps_record=True
-        )
-    )
-
-
 @pytest.mark.procs
-def test_a_model_without_a_chat_template_calls_python_in_plain_text() -> None:
+async def test_a_model_without_a_chat_template_calls_python_in_plain_text() -> None:
     tokenizer = make_tokenizer(None, newline=False)
     # The generator cuts a turn's text where a text of ``stop`` begins.
     model = ScriptedGenerator(tokenizer, ["so [7+8", "[7+", "#15"])
     section = section_of(kind="python_tool", answer={"prefix": "#"}, plain_calls=PLAIN)
-    outcome = episode(section, model, tokenizer)
+    episodes = make_episodes(build_environment(section), tokenizer=tokenizer)
+
+    async def sample(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
+        return await model(request)
+
+    outcome = await episodes.run(
+        TASK, EpisodeId(group_id=1, index=0), max_turn_tokens=50, sample=sample, keeps_record=True
+    )
     assert outcome.ending is Ending.COMPLETED
     (agent,) = outcome.agents
     assert agent.score is not None and agent.score.value == 1.0
@@ -279,90 +260,76 @@ def test_a_server_that_cannot_be_used_is_found_before_the_run() -> None:
     assert "exit code 1: no licence" in problem.remedy
 
 
+STDIO, CHAT = "kind: stdio, command: [x]", "data.chat_template=true"
+MCP = "environment={kind: mcp, servers: "
+A_SERVER = f"{MCP}{{a: {{{STDIO}}}}}}}"
+PYTHON = "environment={kind: python_tool}"
+
+
 @pytest.mark.parametrize(
-    ("environment", "field"),
+    ("override", "field", "remedy"),
     [
-        ("{kind: pyton_tool}", "environment.kind"),
-        ("{kind: python_tool, max_rounds: 0}", "environment.max_rounds"),
+        ("environment={kind: pyton_tool}", "environment.kind", ""),
+        ("environment={kind: python_tool, max_rounds: 0}", "environment.max_rounds", ""),
         (
-            "{kind: python_tool, plain_calls: {call_prefix: '|', call_suffix: '|'}}",
+            "environment={kind: python_tool, plain_calls: {call_prefix: '|', call_suffix: '|'}}",
             "environment.plain_calls.call_suffix",
+            "",
         ),
-        ("{kind: python_tool, answer: {match: close}}", "environment.answer.match"),
-        ("{kind: mcp, servers: {}}", "environment.servers"),
-        ("{kind: mcp, servers: {a: {kind: stdio, command: []}}}", "environment.servers.a.command"),
-        ("{kind: mcp, servers: {a: {kind: http, url: 'localhost:80'}}}", "environment.servers.a.url"),
-        ("{kind: mcp}", "environment.servers"),
-        ("{kind: mcp, servers: null}", "environment.servers"),
-        ("{kind: mcp, servers: {a: [x]}}", "environment.servers.a"),
-        ("{kind: mcp, servers: {a: {kind: pipe}}}", "environment.servers.a.kind"),
-        ("{kind: mcp, servers: {a: {kind: stdio}}}", "environment.servers.a.command"),
-        ("{kind: mcp, servers: {a: {kind: stdio, command: [x], ur: y}}}", "environment.servers.a.ur"),
-        ("{kind: mcp, servers: {A: {kind: stdio, command: [x]}}}", "environment.servers.A"),
-        ("{kind: mcp, servers: {a: {kind: stdio, command: [' ']}}}", "environment.servers.a.command"),
+        ("environment={kind: python_tool, answer: {match: close}}", "environment.answer.match", ""),
+        ("environment={kind: mcp}", "environment.servers", ""),
+        (MCP + "null}", "environment.servers", ""),
+        (MCP + "{}}", "environment.servers", "must have at least one entry (Servers by name."),
+        (MCP + "{a: [x]}}", "environment.servers.a", ""),
+        (MCP + "{a: {kind: pipe}}}", "environment.servers.a.kind", ""),
+        (MCP + "{a: {kind: stdio, command: []}}}", "environment.servers.a.command", ""),
+        (MCP + "{a: {kind: stdio, command: [' ']}}}", "environment.servers.a.command", ""),
         (
-            "{kind: mcp, servers: {a: {kind: stdio, command: [x], env: {'A=B': c}}}}",
-            "environment.servers.a.env",
+            MCP + "{a: {kind: stdio}}}",
+            "environment.servers.a.command",
+            "required key is missing (Program and",
         ),
-    ],
-)
-def test_wrong_sections_are_named(environment: str, field: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        minimal_config(f"environment={environment}")
-    assert [problem.field for problem in caught.value.problems] == [field]
-
-
-@pytest.mark.parametrize(
-    ("override", "remedy"),
-    [
-        ("agents=a", "expected sections by name, such as {a: {...}}"),
-        ("agents={a: {trainabel: true}}", "did you mean agents.a.trainable?"),
-        ("environment={kind: mcp, servers: {}}", "must have at least one entry (Servers by name."),
-        ("environment={kind: mcp, servers: {a: {kind: stdio}}}", "required key is missing (Program and"),
+        (MCP + f"{{a: {{{STDIO}, ur: y}}}}}}", "environment.servers.a.ur", ""),
+        (MCP + f"{{a: {{{STDIO}, env: {{'A=B': c}}}}}}}}", "environment.servers.a.env", ""),
+        (MCP + f"{{A: {{{STDIO}}}}}}}", "environment.servers.A", ""),
         (
-            "environment={kind: mcp, servers: {a-b: {kind: stdio, command: [x]}}}",
+            MCP + f"{{a-b: {{{STDIO}}}}}}}",
+            "environment.servers.a-b",
             "must have up to 31 small letters, digits and '_'",
         ),
         (
-            "environment={kind: mcp, servers: {a: {kind: http, url: 'localhost:80'}}}",
+            MCP + "{a: {kind: http, url: 'localhost:80'}}}",
+            "environment.servers.a.url",
             "must be a URL of http or https, such as",
         ),
+        ("agents=a", "agents", "expected sections by name, such as {a: {...}}"),
+        ("agents={a: {trainabel: true}}", "agents.a.trainabel", "did you mean agents.a.trainable?"),
     ],
 )
-def test_what_would_be_right_is_told_of_sections_by_name(override: str, remedy: str) -> None:
+def test_wrong_sections_are_named_with_what_would_be_right(override: str, field: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         minimal_config(override)
-    assert remedy in str(caught.value)
+    (problem,) = caught.value.problems
+    assert problem.field == field and remedy in str(problem)
 
 
 @pytest.mark.parametrize(
     ("overrides", "fields"),
     [
-        (["environment={kind: python_tool}"], ["data.chat_template"]),
-        (["environment={kind: mcp, servers: {a: {command: [x], kind: stdio}}}"], ["data.chat_template"]),
-        (["environment={kind: python_tool}", "data.chat_template=true"], []),
+        ([PYTHON], ["data.chat_template"]),
+        ([A_SERVER], ["data.chat_template"]),
+        ([PYTHON, CHAT], []),
         (["environment={kind: python_tool, plain_calls: {call_prefix: '[', call_suffix: ']'}}"], []),
         (
-            [
-                "environment={kind: python_tool, max_rounds: 5}",
-                "data.chat_template=true",
-                "episodes.max_turns=5",
-            ],
+            ["environment={kind: python_tool, max_rounds: 5}", CHAT, "episodes.max_turns=5"],
             ["environment.max_rounds"],
         ),
+        ([PYTHON, CHAT, "episodes.tool_s=120"], ["episodes.tool_s"]),
         (
-            ["environment={kind: python_tool}", "data.chat_template=true", "episodes.tool_s=120"],
-            ["episodes.tool_s"],
-        ),
-        (
-            [
-                "environment={kind: mcp, start_s: 60, servers: {a: {kind: stdio, command: [x]}}}",
-                "data.chat_template=true",
-                "episodes.setup_s=60",
-            ],
+            [A_SERVER.replace("mcp,", "mcp, start_s: 60,"), CHAT, "episodes.setup_s=60"],
             ["environment.start_s"],
         ),
-        (["environment={kind: python_tool}", "data.chat_template=true", "agents={a: {}, b: {}}"], ["agents"]),
+        ([PYTHON, CHAT, "agents={a: {}, b: {}}"], ["agents"]),
     ],
 )
 def test_what_an_environment_needs_of_the_config(overrides: list[str], fields: list[str]) -> None:

@@ -64,6 +64,21 @@ def make_warmup(**mix: float | None) -> WarmupSection:
     return WarmupSection(num_steps=1, optimizer={"learning_rate": 1e-3}, shape=shape, **mix)
 
 
+def worked_steps(worked: str) -> list[tuple[int, int, int]]:
+    """What each step begins with, its result, and the exact one."""
+    steps = []
+    for step in worked.split(";"):
+        left, operator, right, result = re.fullmatch(r"(-?\d+)([+-])(\d+)=(-?\d+)", step).groups()
+        exact = int(left) + int(right) if operator == "+" else int(left) - int(right)
+        steps.append((int(left), int(result), exact))
+    return steps
+
+
+def error_of(example: Example) -> int:
+    """By how much a guess is off."""
+    return int(example.response.removeprefix("#")) - int(example.task.answer)
+
+
 @pytest.fixture(scope="module")
 def tasks() -> list[Task]:
     return build_source(DATA, seed=0).train
@@ -74,18 +89,10 @@ def test_worked_examples_are_right_step_by_step(tasks: list[Task]) -> None:
     for task in tasks:
         response = worked_example(task)
         assert scorer.score(task, response).is_correct
-        steps = response.partition("#")[0].split(";")
+        assert scorer.score(task, guess(task, error=0)).is_correct
+        steps = worked_steps(response.partition("#")[0])
         assert len(steps) == len(re.findall(r" [+-] ", task.prompt))
-        for step in steps:
-            left, operator, right, result = re.fullmatch(r"(-?\d+)([+-])(\d+)=(-?\d+)", step).groups()
-            exact = int(left) + int(right) if operator == "+" else int(left) - int(right)
-            assert exact == int(result)
-
-
-def test_guesses_are_off_by_the_error(tasks: list[Task]) -> None:
-    scorer = make_scorer()
-    assert scorer.score(tasks[0], guess(tasks[0], error=0)).is_correct
-    assert guess(tasks[0], error=2) == f"#{int(tasks[0].answer) + 2}"
+        assert all(result == exact for _, result, exact in steps)
 
 
 @pytest.mark.parametrize(("guesses_per_step", "num_guesses"), [(3, 3), (None, 7)])
@@ -102,8 +109,7 @@ def test_guesses_weigh_their_share_however_few_they_are(
         worked_example(task) for task in tasks[num_guesses:10]
     ]
     assert {example.weight for example in worked} == {1.0}
-    errors = [int(example.response.removeprefix("#")) - int(example.task.answer) for example in guesses]
-    assert max(map(abs, errors)) <= 2
+    assert max(abs(error_of(example)) for example in guesses) <= 2
     weight = sum(example.weight for example in guesses)
     assert weight / (weight + len(worked)) == pytest.approx(0.7)
 
@@ -112,8 +118,7 @@ def test_guesses_are_off_by_every_error_alike(tasks: list[Task]) -> None:
     warmup = make_warmup(examples_per_step=60, direct_share=0.5, guesses_per_step=59, guess_error=1)
     rng, counts = Random(0), Counter[int]()
     for _ in range(20):
-        for example in list(mixed_examples(tasks, warmup, rng))[:59]:
-            counts[int(example.response.removeprefix("#")) - int(example.task.answer)] += 1
+        counts.update(map(error_of, list(mixed_examples(tasks, warmup, rng))[:59]))
     # Four standard deviations of a third of 1,180 draws.
     assert counts.keys() == {-1, 0, 1} and all(abs(count - 393) < 65 for count in counts.values())
 
@@ -125,13 +130,11 @@ def test_wrong_steps_are_a_share_of_the_steps_and_go_on_from_what_they_say(tasks
         for example in mixed_examples(tasks, warmup, rng):
             worked, _, answer = example.response.partition("#")
             before = None
-            for step in worked.split(";"):
-                left, operator, right, result = re.fullmatch(r"(-?\d+)([+-])(\d+)=(-?\d+)", step).groups()
+            for left, result, exact in worked_steps(worked):
                 assert before in (None, left), "the next step begins with the result"
-                exact = int(left) + int(right) if operator == "+" else int(left) - int(right)
-                errors[int(result) - exact] += 1
+                errors[result - exact] += 1
                 before = result
-            assert answer == before
+            assert int(answer) == before
     assert errors.keys() == {-2, -1, 0, 1, 2}
     # Several thousand steps, with a standard deviation of less than 0.01.
     assert 1.0 - errors[0] / errors.total() == pytest.approx(0.3, abs=0.04)
@@ -216,11 +219,6 @@ def test_what_the_tool_writes_is_given_and_not_learned(tasks: list[Task]) -> Non
         assert len(pack_row([sequence]).mask_L.nonzero()[0]) == sequence.is_sampled_T.sum()
 
 
-def test_the_tokenizer_knows_what_takes_the_place_of_an_error(tasks: list[Task]) -> None:
-    tokenizer = build_tokenizer(text for task in tasks for text in texts_of(task, CALLS))
-    assert tokenizer.tokenize("[7+8]?;") == ["[", "7", "+", "8", "]", "?", ";"]
-
-
 def test_a_warm_up_for_another_environment_is_refused() -> None:
     config = load_config([REPOSITORY / "configs" / "agent_tool_cpu.yaml"])
     assert calls_of(config) == CALLS
@@ -247,7 +245,10 @@ def test_the_tokenizer_gives_back_every_text(tasks: list[Task], tmp_path: Path) 
     assert tokenizer.convert_ids_to_tokens(tokenizer("é")["input_ids"]) == [UNKNOWN]
 
 
-def test_the_fixed_sentence_is_one_token_and_digits_stay_apart(tasks: list[Task]) -> None:
+def test_what_is_one_token_and_what_stays_apart(tasks: list[Task]) -> None:
+    tokenizer = build_tokenizer(text for task in tasks for text in texts_of(task, CALLS))
+    # The mark takes the place of an error.
+    assert tokenizer.tokenize("[7+8]?;") == ["[", "7", "+", "8", "]", "?", ";"]
     tokenizer = build_tokenizer([task.prompt for task in tasks])
     tokens = tokenizer.tokenize("State the final answer to the following arithmetic problem: 47 + 8 =")
     assert tokens[0] == "State the final answer to the following arithmetic problem"

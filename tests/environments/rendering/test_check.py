@@ -82,16 +82,12 @@ class Wrong(FamilyRenderer):
     def added_ids(
         self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
     ) -> np.ndarray:
-        turns = conversation.turns
+        turns, ids = conversation.turns, super().added_ids(conversation, messages, tools)
         if turns and self._fault == "text tokenized again":
             # Joins the tokens of the last turn as the tokenizer would.
-            text = self._tokens.decode(list(turns.values())[-1].ids_T.tolist())
-            again = self._tokens(text, add_special_tokens=False)["input_ids"]
-            lost = len(list(turns.values())[-1].ids_T) - len(again)
-            return np.asarray(
-                [*super().added_ids(conversation, messages, tools), *[0] * max(lost, 0)], np.int32
-            )
-        ids = super().added_ids(conversation, messages, tools)
+            said = list(turns.values())[-1].ids_T.tolist()
+            again = self._tokens(self._tokens.decode(said), add_special_tokens=False)["input_ids"]
+            return np.concatenate([ids, np.zeros(max(len(said) - len(again), 0), np.int32)])
         if turns and self._fault == "newline left out":
             return ids[1:]
         if turns and self._fault == "end written twice" and next(iter(turns.values())).last_id != ids[0]:
@@ -239,11 +235,7 @@ def test_a_run_with_an_environment_refuses_a_template_that_rewrites(tmp_path: Pa
     """The same folder serves a run without one, whose prompts have one turn."""
     make_tokenizer(LAST_ONLY).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps(HF_CONFIG | {"vocab_size": 128}))
-    overrides = [
-        f"model.path={tmp_path / 'model'}",
-        f"run_dir={tmp_path / 'run'}",
-        "data.chat_template=true",
-    ]
+    overrides = [f"model.path={tmp_path / 'model'}", f"run_dir={tmp_path / 'run'}", "data.chat_template=true"]
     check_plan(minimal_config(*overrides))
     options = "options: {hint: again, failing_digit: 7}"
     own = f"environment={{kind: python, factory: tests.support.environments.TryAgain, {options}}}"

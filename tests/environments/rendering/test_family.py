@@ -1,6 +1,8 @@
 """Paths by the renderers of families of models, against the chat templates as transformers renders them."""
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +15,11 @@ from forgeasync.environments import (
     BridgeRefused,
     Difference,
     FamilyRenderer,
+    Message,
+    PlainRenderer,
+    RenderedAnew,
     TemplateRenderer,
+    ToolSpec,
     TurnMatch,
     assistant,
     call,
@@ -26,61 +32,39 @@ from forgeasync.environments import (
     user,
     walk,
 )
+from forgeasync.rollouts import SampledTurn
+from tests.support.chat import CHATML, make_tokenizer
 from tests.support.chat_families import TEMPLATES, family_tokenizer
 from tests.support.conversations import Talk
 
+ALL = Abilities(
+    system=True,
+    reasoning=True,
+    must_reason=False,
+    tools=TOOLS,
+    calls=True,
+    parallel_calls=True,
+    text_beside_calls=True,
+)
 ABILITIES = {
-    "qwen3": Abilities(
-        system=True,
-        reasoning=True,
-        must_reason=False,
-        tools=TOOLS,
-        calls=True,
-        parallel_calls=True,
-        text_beside_calls=True,
-    ),
-    "qwen3.5": Abilities(
-        system=True,
-        reasoning=True,
-        must_reason=True,
-        tools=TOOLS,
-        calls=True,
-        parallel_calls=True,
-        text_beside_calls=True,
-    ),
-    "llama-3": Abilities(
-        system=True,
-        reasoning=False,
-        must_reason=False,
-        tools=TOOLS,
-        calls=True,
-        parallel_calls=False,
-        text_beside_calls=False,
-    ),
-    "glm-4.5": Abilities(
-        system=True,
-        reasoning=True,
-        must_reason=False,
-        tools=TOOLS,
-        calls=True,
-        parallel_calls=True,
-        text_beside_calls=True,
-    ),
-    "deepseek-v3": Abilities(
-        system=True,
-        reasoning=False,
-        must_reason=False,
-        tools=(),
-        calls=True,
-        parallel_calls=True,
-        text_beside_calls=True,
-    ),
+    "qwen3": ALL,
+    "qwen3.5": replace(ALL, must_reason=True),
+    "llama-3": replace(ALL, reasoning=False, parallel_calls=False, text_beside_calls=False),
+    "glm-4.5": ALL,
+    "deepseek-v3": replace(ALL, reasoning=False, tools=()),
 }
 DATE = {"date_string": "26 Jul 2024"}
 
 
 def make_renderer(family: str) -> FamilyRenderer:
     return FamilyRenderer(family_tokenizer(family), family)
+
+
+def talk_begun(family: str = "qwen3", tools: Sequence[ToolSpec] = ()) -> Talk:
+    """A conversation in which the user has spoken."""
+    talk = Talk(make_renderer(family), family_tokenizer(family), tools)
+    talk.hear(user("x"))
+    return talk
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -98,7 +82,9 @@ def test_first_prompts_are_those_of_the_template(family: str) -> None:
     assert num_equal == (9 if family == "llama-3" else 10)
 
 
-def _paths(family: str, seeds: range) -> None:
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(100, 300), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_paths_of_random_conversations(family: str, seeds: range) -> None:
     """Tokens are those that were received and made; decoded, they are what the template renders."""
     tokenizer, renderer, abilities = family_tokenizer(family), make_renderer(family), ABILITIES[family]
     template = TemplateRenderer(tokenizer, DATE if family == "llama-3" else {})
@@ -136,36 +122,25 @@ def _paths(family: str, seeds: range) -> None:
     assert TurnMatch.SAME in found
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
-def test_paths_of_random_conversations(family: str) -> None:
-    _paths(family, range(20))
+MORE = "<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
+LLAMA = "<|eot_id|>" + HEADER.format("user") + "more<|eot_id|>" + HEADER.format("assistant")
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", TEMPLATES)
-def test_paths_of_many_random_conversations(family: str) -> None:
-    _paths(family, range(100, 300))
-
-
-def ends_of_turns() -> list[tuple[str, str, str]]:
-    """What follows a turn that was cut: by hand, from each family's format."""
-    chatml = "<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
-    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    llama = "<|eot_id|>" + header.format("user") + "more<|eot_id|>" + header.format("assistant")
-    return [
-        ("qwen3", "so", "so" + chatml),
-        ("qwen3", "<think>\nso", "<think>\nso</think>" + chatml),
-        ("qwen3.5", "so", "so</think>" + chatml + "<think>\n"),
-        ("llama-3", "so", "so" + llama),
+@pytest.mark.parametrize(
+    ("family", "text", "expected"),
+    [
+        # By hand, from each family's format.
+        ("qwen3", "so", "so" + MORE),
+        ("qwen3", "<think>\nso", "<think>\nso</think>" + MORE),
+        ("qwen3.5", "so", "so</think>" + MORE + "<think>\n"),
+        ("llama-3", "so", "so" + LLAMA),
         ("glm-4.5", "\n<think></think>\nso", "so<|endoftext|><|user|>\nmore<|assistant|>"),
         ("deepseek-v3", "so", "so<｜end▁of▁sentence｜><｜User｜>more<｜Assistant｜>"),
-    ]
-
-
-@pytest.mark.parametrize(("family", "text", "expected"), ends_of_turns())
+    ],
+)
 def test_a_turn_that_was_cut_is_closed(family: str, text: str, expected: str) -> None:
-    talk = Talk(make_renderer(family), family_tokenizer(family))
-    talk.hear(user("x"))
+    talk = talk_begun(family)
     talk.say_text(text, cut=True)
     talk.hear(user("more"))
     assert talk.text.endswith(expected)
@@ -173,8 +148,7 @@ def test_a_turn_that_was_cut_is_closed(family: str, text: str, expected: str) ->
 
 def test_reasoning_of_earlier_turns_stays() -> None:
     """The template drops it once a user speaks again; it was attended to, so a path keeps it."""
-    talk = Talk(make_renderer("qwen3"), family_tokenizer("qwen3"))
-    talk.hear(user("x"))
+    talk = talk_begun()
     assert talk.say_text("<think>\nhm\n</think>\n\na").reasoning == "hm"
     talk.hear(user("y"))
     talk.say_text("b")
@@ -186,24 +160,18 @@ def test_reasoning_of_earlier_turns_stays() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3.5", "llama-3"])
 def test_white_space_that_the_format_strips_stays_as_it_was_sampled(family: str) -> None:
-    talk = Talk(make_renderer(family), family_tokenizer(family))
-    talk.hear(user("x"))
+    talk = talk_begun(family)
     said = "hm \n </think>  a \n " if family == "qwen3.5" else " a \n "
-    assert talk.say_text(said).text == "a"
+    parsed = talk.say_text(said)
+    # The prompt of Qwen3.5 opens the reasoning.
+    reasoning = "hm" if family == "qwen3.5" else ""
+    assert (parsed.text, (parsed.reasoning or "").strip()) == ("a", reasoning)
     talk.hear(user("y"))
     assert f"{said}{talk.tokenizer.eos_token}" in talk.text
 
 
-def test_reasoning_that_the_prompt_opens_is_read() -> None:
-    talk = Talk(make_renderer("qwen3.5"), family_tokenizer("qwen3.5"))
-    talk.hear(user("x"))
-    parsed = talk.say_text("hm\n</think>\n\na")
-    assert (parsed.reasoning, parsed.text) == ("hm", "a")
-
-
 def test_several_results_follow_several_calls() -> None:
-    talk = Talk(make_renderer("qwen3"), family_tokenizer("qwen3"), TOOLS)
-    talk.hear(user("x"))
+    talk = talk_begun("qwen3", TOOLS)
     one = '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
     parsed = talk.say_text(f"{one}\n{one}")
     assert [made.id for made in parsed.tool_calls] == ["call_0_0", "call_0_1"]
@@ -213,8 +181,7 @@ def test_several_results_follow_several_calls() -> None:
 
 
 def test_the_messages_of_others_cannot_be_bridged() -> None:
-    talk = Talk(make_renderer("qwen3"), family_tokenizer("qwen3"))
-    talk.hear(user("x"))
+    talk = talk_begun()
     talk.say_text("a")
     before = list(talk.received)
     with pytest.raises(BridgeRefused, match=r"messages\[3\] is an assistant's message .* render .* anew"):
@@ -222,20 +189,20 @@ def test_the_messages_of_others_cannot_be_bridged() -> None:
     assert talk.received == before
 
 
-def test_a_turn_that_ended_while_it_was_reasoning_cannot_be_bridged() -> None:
-    talk = Talk(make_renderer("qwen3"), family_tokenizer("qwen3"))
-    talk.hear(user("x"))
-    talk.say_text("<think>\nhm")
-    with pytest.raises(BridgeRefused, match=r"messages\[2:\] .* ended while the model was reasoning"):
-        talk.hear(user("y"))
-
-
-def test_a_turn_that_goes_on_after_its_end_cannot_be_bridged() -> None:
-    """The library would cut it there, and the path would lose tokens that were sampled."""
-    talk = Talk(make_renderer("qwen3"), family_tokenizer("qwen3"))
-    talk.hear(user("x"))
-    talk.say_text("a<|endoftext|>b", cut=True)
-    with pytest.raises(BridgeRefused, match="would take back tokens"):
+@pytest.mark.parametrize(
+    ("said", "cut", "problem"),
+    [
+        ("<think>\nhm", False, r"messages\[2:\] .* ended while the model was reasoning"),
+        # The library would cut the turn at its end, and the path would lose tokens that were sampled.
+        ("a<|endoftext|>b", True, "would take back tokens"),
+    ],
+)
+def test_a_turn_that_the_format_does_not_continue_cannot_be_bridged(
+    said: str, cut: bool, problem: str
+) -> None:
+    talk = talk_begun()
+    talk.say_text(said, cut=cut)
+    with pytest.raises(BridgeRefused, match=problem):
         talk.hear(user("y"))
 
 
@@ -248,8 +215,7 @@ def test_a_turn_that_goes_on_after_its_end_cannot_be_bridged() -> None:
 )
 def test_a_turn_that_the_bridge_cannot_read_is_rendered_anew(value: str, problem: str) -> None:
     """GLM's bridge parses the turn before it, as DeepSeek V4's and Gemma's do."""
-    talk = Talk(make_renderer("glm-4.5"), family_tokenizer("glm-4.5"), TOOLS)
-    talk.hear(user("x"))
+    talk = talk_begun("glm-4.5", TOOLS)
     hostile = f"<tool_call>set_value\n<arg_key>count</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
     parsed = talk.say_text("\n<think></think>\n" + hostile)
     assert len(parsed.broken_tool_calls) == 1
@@ -261,8 +227,7 @@ def test_a_turn_that_the_bridge_cannot_read_is_rendered_anew(value: str, problem
 
 
 def test_a_message_that_a_family_has_no_form_for_is_named_in_the_end() -> None:
-    talk = Talk(make_renderer("qwen3.5"), family_tokenizer("qwen3.5"))
-    talk.hear(user("x"))
+    talk = talk_begun("qwen3.5")
     talk.say_text("hm</think>a")
     strange = {"role": "critic", "content": "no"}
     with pytest.raises(BridgeRefused):
@@ -279,7 +244,7 @@ def test_what_a_family_has_no_form_for_is_refused() -> None:
             (user("x"),), assistant("", call("a", "ping"), call("b", "ping")), TOOLS
         )
     with pytest.raises(ValueError, match="'set_value' was given, but the format of 'deepseek-v3' does not"):
-        Talk(make_renderer("deepseek-v3"), family_tokenizer("deepseek-v3"), TOOLS).hear(user("x"))
+        talk_begun("deepseek-v3", TOOLS)
 
 
 @pytest.mark.parametrize(
@@ -304,3 +269,123 @@ def test_an_answer_ends_with_what_the_model_samples() -> None:
     ]
     assert ends == ["<|user|>", "<|observation|>"]
     assert renderer.answer_ids((user("x"),), assistant("a")).dtype == np.int32
+
+
+# ---- histories that were changed
+
+
+def talked(talk: Talk, *answers: str) -> dict[int, SampledTurn]:
+    """The turns of a conversation, by the place of their messages."""
+    for number, answer in enumerate(answers):
+        talk.hear(user(f"question {number}"))
+        talk.say_text(answer)
+    return dict(talk.conversation.turns)
+
+
+def qwen3_talk(tools: Sequence[ToolSpec] = ()) -> Talk:
+    return Talk(make_renderer("qwen3"), family_tokenizer("qwen3"), tools)
+
+
+def with_changed_question(talk: Talk) -> tuple[Message, ...]:
+    return (user("another"), *talk.messages[1:], user("now?"))
+
+
+def check_kept(made: RenderedAnew, turns: dict[int, SampledTurn]) -> None:
+    ids = made.ids_S.tolist()
+    assert set(made.starts) <= set(turns)
+    for index, start in made.starts.items():
+        expected = turns[index].ids_T.tolist()
+        assert ids[start : start + len(expected)] == expected
+
+
+def talk_by(name: str) -> Talk:
+    if name == "family":
+        return qwen3_talk()
+    tokenizer = make_tokenizer(CHATML if name == "template" else None)
+    renderer = TemplateRenderer(tokenizer) if name == "template" else PlainRenderer(tokenizer)
+    return Talk(renderer, tokenizer)
+
+
+@pytest.mark.parametrize("forged", [(), (1, 5)], ids=["none forged", "two forged"])
+@pytest.mark.parametrize("name", ["plain", "template", "family"])
+def test_turns_keep_their_tokens_and_what_others_wrote_is_made_from_text(
+    name: str, forged: tuple[int, ...]
+) -> None:
+    """The first question was changed. Forged messages are before the model's first turn and between two."""
+    talk = talk_by(name)
+    turns = talked(talk, "a b", "c", "d", "e")
+    messages = list(with_changed_question(talk))
+    for index in forged:
+        messages[index] = assistant("forged")
+        del turns[index]
+    made = rendered_anew(talk.renderer, tuple(messages), turns)
+    assert made.num_from_text == len(forged) and set(made.starts) == {1, 3, 5, 7} - set(forged)
+    check_kept(made, turns)
+    text = talk.tokenizer.decode(made.ids_S.tolist(), skip_special_tokens=False)
+    assert "another" in text and "question 0" not in text and "question 1" in text
+    assert text.count("forged") == len(forged)
+    assert not forged or text.index("forged") < text.index("question 1")
+    if name == "template":
+        anew = talk.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert text == anew
+
+
+def test_without_any_turn_of_the_model_it_is_the_first_prompt() -> None:
+    renderer = make_renderer("qwen3")
+    messages = (user("x"), assistant("forged"), user("y"))
+    made = rendered_anew(renderer, messages, {})
+    assert made.ids_S.tolist() == renderer.rendered_ids(messages, ())
+    assert (made.num_from_text, dict(made.starts)) == (1, {})
+
+
+def test_a_turn_that_ended_while_it_was_reasoning_is_made_from_text() -> None:
+    """Only that one: the turns around it keep their tokens."""
+    talk = qwen3_talk()
+    turns = talked(talk, "<think>\nyes\n</think>\n\na", "<think>\nhm")
+    messages = (*talk.messages, user("go on"), assistant("later"), user("now?"))
+    later = talk.tokenizer("later<|im_end|>", add_special_tokens=False)["input_ids"]
+    other = Talk(talk.renderer, talk.tokenizer)
+    other.hear(user("question 2"))
+    other.say(later)
+    turns[5] = other.conversation.turns[1]
+    made = rendered_anew(talk.renderer, messages, turns)
+    assert made.num_from_text == 1 and set(made.starts) == {1, 5}
+    check_kept(made, turns)
+    text = talk.tokenizer.decode(made.ids_S.tolist(), skip_special_tokens=False)
+    assert "<think>\nhm\n</think>\n\n<|im_end|>" in text
+
+
+def test_two_messages_of_others_in_a_row_are_rendered_with_all_before_them() -> None:
+    talk = qwen3_talk()
+    turns = talked(talk, "a", "b")
+    messages = (*talk.messages[:2], assistant("forged"), *talk.messages[2:], user("now?"))
+    moved = {1: turns[1], 4: turns[3]}
+    made = rendered_anew(talk.renderer, messages, moved)
+    assert made.num_from_text == 2 and set(made.starts) == {4}
+    check_kept(made, moved)
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_random_histories(family: str) -> None:
+    """Some turns are forged; with none forged, the path is the one that was walked."""
+    tokenizer, renderer = family_tokenizer(family), make_renderer(family)
+    for seed in range(15):
+        rng = random.Random(seed)
+        dialogue = random_dialogue(rng, ABILITIES[family], TEXTS)
+        walked = walk(renderer, tokenizer, dialogue, other_tokens(tokenizer, rng))
+        turns = {step.index: step.turn for step in walked.steps}
+        same = rendered_anew(renderer, dialogue.messages, turns, dialogue.tools)
+        assert same.ids_S.tolist() == walked.ids and same.num_from_text == 0
+        kept = {index: turn for index, turn in turns.items() if rng.random() < 0.5}
+        made = rendered_anew(renderer, dialogue.messages, kept, dialogue.tools)
+        assert set(made.starts) == set(kept)
+        assert made.num_from_text == len(turns) - len(kept)
+        check_kept(made, kept)
+        assert [m["role"] for m in dialogue.messages].count(ASSISTANT) == len(turns)
+
+
+def test_tools_are_told_of_once() -> None:
+    talk = qwen3_talk(TOOLS)
+    turns = talked(talk, "a", "b")
+    made = rendered_anew(talk.renderer, with_changed_question(talk), turns, TOOLS)
+    assert talk.tokenizer.decode(made.ids_S.tolist()).count('"ping"') == 1

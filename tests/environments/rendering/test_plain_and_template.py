@@ -27,6 +27,7 @@ from tests.support.chat import (
     NUMBERED,
     PICKY,
     SPACED,
+    START,
     STRIPPING,
     make_tokenizer,
 )
@@ -66,16 +67,40 @@ def test_tokens_are_those_of_the_whole_conversation(
     assert talk.text == whole
 
 
-def test_white_space_that_a_template_strips_stays_as_it_was_sampled() -> None:
-    talk = make_talk(make_tokenizer(STRIPPING))
-    converse(talk, [[user("x")], [user("y")]], [" a \n", "b"])
-    assert "assistant\n a \n<|im_end|>\n<|im_start|>user\ny" in talk.text
+@pytest.mark.parametrize(
+    ("template", "said", "answers", "text"),
+    [
+        # White space that a template strips stays as it was sampled.
+        (
+            STRIPPING,
+            [[user("x")], [user("y")]],
+            [" a \n", "b"],
+            f"{START}user\nx{END}\n{START}assistant\n a \n{END}\n"
+            f"{START}user\ny{END}\n{START}assistant\nb{END}",
+        ),
+        # No generation prompt.
+        (SPACED, [[user("x")], [user("y")]], ["a", "b"], f"[INST] x [/INST]a{END}[INST] y [/INST]b{END}"),
+        # Without a template messages are their text.
+        (
+            None,
+            [[{"role": "system", "content": "s"}, user("x")], [user("y")]],
+            ["a", "b"],
+            f"s\nxa{END}\nyb{END}",
+        ),
+    ],
+)
+def test_tokens_by_hand(
+    template: str | None, said: list[list[Message]], answers: list[str], text: str
+) -> None:
+    talk = make_talk(make_tokenizer(template))
+    converse(talk, said, answers)
+    assert talk.text == text
 
 
-def test_a_template_without_generation_prompt() -> None:
-    talk = make_talk(make_tokenizer(SPACED))
-    converse(talk, [[user("x")], [user("y")]], ["a", "b"])
-    assert talk.text == f"[INST] x [/INST]a{END}[INST] y [/INST]b{END}"
+def test_without_a_template_nor_a_newline_messages_are_joined() -> None:
+    talk = make_talk(make_tokenizer(None, newline=False))
+    converse(talk, [[{"role": "system", "content": "s"}, user("x")], [user("y")]], ["a", "b"])
+    assert talk.text == f"sxa{END}yb{END}"
 
 
 def test_another_token_that_ended_a_turn_stays_beside_the_templates_own() -> None:
@@ -112,10 +137,19 @@ def test_a_template_that_rewrites_is_refused(template: str, answer: str, problem
         converse(talk, [[user("x")], [user("y")]], [answer, "b"])
 
 
-def test_a_template_that_forgets_reasoning_serves_turns_without_any() -> None:
-    tokenizer = make_tokenizer(FORGETFUL)
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        # It forgets reasoning, and there is none.
+        (FORGETFUL, [[user("x")], [user("y")]]),
+        # Examples of answers before the first turn.
+        (CHATML, [[user("1+1"), assistant("2"), user("2+2")], [user("2+3")]]),
+    ],
+)
+def test_tokens_are_those_of_the_template(template: str, said: list[list[Message]]) -> None:
+    tokenizer = make_tokenizer(template)
     talk = make_talk(tokenizer)
-    converse(talk, [[user("x")], [user("y")]], ["a", "b"])
+    converse(talk, said, ["4", "5"])
     assert talk.text == tokenizer.apply_chat_template(talk.messages, tokenize=False)[:-1]
 
 
@@ -130,20 +164,6 @@ def test_a_template_that_forgets_reasoning_serves_turns_without_any() -> None:
 def test_what_a_template_refuses_is_said(template: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         make_talk(make_tokenizer(template)).hear({"role": "system", "content": "be good"}, user("x"))
-
-
-def test_examples_of_answers_may_be_given_before_the_first_turn() -> None:
-    tokenizer = make_tokenizer(CHATML)
-    talk = make_talk(tokenizer)
-    converse(talk, [[user("1+1"), assistant("2"), user("2+2")], [user("2+3")]], ["4", "5"])
-    assert talk.text == tokenizer.apply_chat_template(talk.messages, tokenize=False)[:-1]
-
-
-@pytest.mark.parametrize(("newline", "between"), [(True, "\n"), (False, "")])
-def test_without_a_template_messages_are_their_text(newline: bool, between: str) -> None:
-    talk = make_talk(make_tokenizer(None, newline=newline))
-    converse(talk, [[{"role": "system", "content": "s"}, user("x")], [user("y")]], ["a", "b"])
-    assert talk.text == f"s{between}xa{END}{between}yb{END}"
 
 
 @pytest.mark.parametrize("template", [None, CHATML, "qwen3"])

@@ -90,87 +90,60 @@ def handed_back(api: Dialect, body: dict[str, Any], kept: bool) -> dict[str, Any
             return {"model": "m", "max_tokens": 5, "messages": [USER, message, USER]}
 
 
+async def check_comes_back(turn: Turn, kept: bool, api: Dialect) -> None:
+    """A client hands a turn back, over the wire, and the agent gets what it has said."""
+    agent = ScriptedAgent([turn, say("end")])
+    async with serving(agent) as (_, session):
+        body = api.whole(InferenceRequest(messages=(USER,), body={}), await ask(session, [USER]))
+        body = json.loads(json.dumps(body, allow_nan=False))
+        back = json.dumps(handed_back(api, body, kept), ensure_ascii=False)
+        await ask(session, api.read(json.loads(back.encode())).messages)
+    assert agent.calls[1].messages == (USER, turn.message, USER)
+    assert counted(session) == (1, 0)
+
+
+DIALECTS = [ChatCompletions(), Responses(), AnthropicMessages()]
+
+
 @settings(max_examples=120, deadline=None)
-@given(TURNS, st.booleans(), st.sampled_from([ChatCompletions(), Responses(), AnthropicMessages()]))
+@given(TURNS, st.booleans(), st.sampled_from(DIALECTS))
 def test_every_turn_comes_back_through_every_api(turn: Turn, kept: bool, api: Dialect) -> None:
-    async def test() -> None:
-        agent = ScriptedAgent([turn, say("end")])
-        async with serving(agent) as (_, session):
-            body = api.whole(InferenceRequest(messages=(USER,), body={}), await ask(session, [USER]))
-            # Over the wire and back.
-            body = json.loads(json.dumps(body, allow_nan=False))
-            await ask(session, api.read(handed_back(api, body, kept)).messages)
-        assert agent.calls[1].messages == (USER, turn.message, USER)
-        assert counted(session) == (1, 0)
-
-    asyncio.run(test())
+    asyncio.run(check_comes_back(turn, kept, api))
 
 
-def test_a_turn_is_known_only_after_the_messages_that_it_answered() -> None:
+async def test_a_turn_is_known_only_after_the_messages_that_it_answered() -> None:
     turn = say("x", broken_tool_calls=(BrokenToolCall(text="<tool", problem="cut"),))
     theirs = {"role": "assistant", "content": "x\n<tool"}
     other = {"role": "user", "content": "ho"}
-
-    async def test() -> None:
-        agent = ScriptedAgent([turn, *[say("end")] * 3])
-        async with serving(agent) as (_, session):
-            await ask(session, [USER])
-            await ask(session, [USER, theirs, USER])
-            assert counted(session) == (1, 0)
-            await ask(session, [other, theirs, USER])
-            # What follows a message that was changed is not known either, whatever it reads.
-            await ask(session, [USER, other, theirs, USER])
-            assert counted(session) == (1, 2)
-        assert [asking.messages for asking in agent.calls[1:]] == [
-            (USER, turn.message, USER),
-            (other, theirs, USER),
-            (USER, other, theirs, USER),
-        ]
-
-    asyncio.run(test())
+    agent = ScriptedAgent([turn, *[say("end")] * 3])
+    async with serving(agent) as (_, session):
+        await ask(session, [USER])
+        await ask(session, [USER, theirs, USER])
+        assert counted(session) == (1, 0)
+        await ask(session, [other, theirs, USER])
+        # What follows a message that was changed is not known either, whatever it reads.
+        await ask(session, [USER, other, theirs, USER])
+        assert counted(session) == (1, 2)
+    assert [asking.messages for asking in agent.calls[1:]] == [
+        (USER, turn.message, USER),
+        (other, theirs, USER),
+        (USER, other, theirs, USER),
+    ]
 
 
-def test_many_turns_that_look_alike_are_each_gone_on_from() -> None:
-    """As with a large ``n`` and a client that drops thoughts."""
-    theirs = [USER, {"role": "assistant", "content": "yes"}, USER]
-
-    def answer(asking: Asking) -> Turn:
-        number = (asking.number - 1) % 50
-        return say("yes", reasoning=str(number)) if asking.number <= 50 else say(f"answer {number}")
-
-    async def test() -> None:
-        agent = ScriptedAgent(answer=answer)
-        async with serving(agent) as (_, session):
-            for messages in [[USER]] * 50 + [theirs] * 50:
-                await ask(session, messages)
-            thoughts = [asking.messages[1]["reasoning_content"] for asking in agent.calls[50:]]
-            assert set(thoughts) == set(map(str, range(50)))
-            for number in range(50):
-                said = {"role": "assistant", "content": f"answer {number}"}
-                await ask(session, [*theirs, said, USER])
-        assert [asking.messages[1]["reasoning_content"] for asking in agent.calls[100:]] == thoughts
-        assert counted(session) == (50 + 2 * 50, 0)
-
-    asyncio.run(test())
-
-
-def test_the_oldest_turns_are_forgotten() -> None:
+async def test_the_oldest_turns_are_forgotten() -> None:
     asked = [{"role": "user", "content": str(index)} for index in range(5)]
     theirs = {"role": "assistant", "content": "x"}
-
-    async def test() -> None:
-        agent = ScriptedAgent(answer=lambda _: say("x", reasoning="r"))
-        async with serving(agent, limits=SessionLimits(max_shown_turns=3)) as (_, session):
-            for message in asked:
-                await ask(session, [message])
-            # The forgotten one first: each turn that is added makes another one be forgotten.
-            for message in (asked[0], asked[4]):
-                await ask(session, [message, theirs, USER])
-        assert agent.calls[5].messages == (asked[0], theirs, USER)
-        assert agent.calls[6].messages[1] == {**theirs, "reasoning_content": "r"}
-        assert counted(session) == (1, 1)
-
-    asyncio.run(test())
+    agent = ScriptedAgent(answer=lambda _: say("x", reasoning="r"))
+    async with serving(agent, limits=SessionLimits(max_shown_turns=3)) as (_, session):
+        for message in asked:
+            await ask(session, [message])
+        # The forgotten one first: each turn that is added makes another one be forgotten.
+        for message in (asked[0], asked[4]):
+            await ask(session, [message, theirs, USER])
+    assert agent.calls[5].messages == (asked[0], theirs, USER)
+    assert agent.calls[6].messages[1] == {**theirs, "reasoning_content": "r"}
+    assert counted(session) == (1, 1)
 
 
 DEEP: Any = []
@@ -187,24 +160,15 @@ for _ in range(70):
         ("f", DEEP, '{"name": "f", "arguments": {"x": ' + "[" * 71 + "]" * 71 + "}}"),
     ],
 )
-def test_a_call_that_could_not_come_back_is_shown_as_text(name: str, value: Any, text: str) -> None:
+async def test_a_call_that_could_not_come_back_is_shown_as_text(name: str, value: Any, text: str) -> None:
     odd = ToolCall(id="a", name=name, arguments={"x": value})
     even = ToolCall(id="b", name="g", arguments={})
     turn = say("Hm.", tool_calls=(odd, even))
     seen = shown(turn)
     assert seen.text == f"Hm.\n{text}"
     assert seen.tool_calls == (even,)
-    for api in (ChatCompletions(), Responses(), AnthropicMessages()):
-        asyncio.run(_comes_back(turn, api))
-
-
-async def _comes_back(turn: Turn, api: Dialect) -> None:
-    agent = ScriptedAgent([turn, say("end")])
-    async with serving(agent) as (_, session):
-        body = api.whole(InferenceRequest(messages=(USER,), body={}), await ask(session, [USER]))
-        back = json.dumps(handed_back(api, json.loads(json.dumps(body)), True), ensure_ascii=False)
-        await ask(session, api.read(json.loads(back.encode())).messages)
-    assert agent.calls[1].messages[1] == turn.message
+    for api in DIALECTS:
+        await check_comes_back(turn, True, api)
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,6 +1,9 @@
 """Connections that are lost and clients that ask again: nothing is sampled twice for one request."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -8,25 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.environments import (
-    Attempt,
-    KeyReused,
-    Sampling,
-    Samplings,
-    Session,
-    SessionLimits,
-    SessionServer,
-)
+from forgeasync.environments import Attempt, Sampling, Samplings, Session, SessionLimits, SessionServer
 from forgeasync.testing import HandTime
+from tests.environments.sessions.apis import APIS, USER, Api
 from tests.support.cutting_proxy import CuttingProxy
-from tests.support.sessions import (
-    ScriptedAgent,
-    anthropic_client,
-    openai_client,
-    say,
-    serving,
-    until,
-)
+from tests.support.sessions import ScriptedAgent, openai_client, say, serving, until
 
 
 def attempt(body: str = "a", num_retries: int = 0, key: str | None = None) -> Attempt:
@@ -44,19 +33,14 @@ def leave(sampling: Sampling[str], *, is_delivered: bool) -> None:
     sampling.is_delivered |= is_delivered
 
 
-def test_a_first_attempt_never_joins_without_a_key() -> None:
-    samplings: Samplings[str] = Samplings(keep_s=10, max_kept=10)
-    leave(begin(samplings, attempt(), "one"), is_delivered=False)
-    assert samplings.find(attempt()) is None
-    assert samplings.find(attempt(num_retries=1)).work == "one"
-    assert samplings.find(attempt("b", num_retries=1)) is None
-
-
 def test_which_of_several_a_retry_joins() -> None:
     samplings: Samplings[str] = Samplings(keep_s=10, max_kept=10)
-    waited_for = begin(samplings, attempt(), "waited for")
     retry = attempt(num_retries=1)
+    begin(samplings, attempt(key="k"), "keyed")
+    assert samplings.find(retry) is None, "it has no key"
+    waited_for = begin(samplings, attempt(), "waited for")
     assert samplings.find(retry) is waited_for
+    assert samplings.find(attempt("b", num_retries=1)) is None
     got = begin(samplings, attempt(), "got")
     leave(got, is_delivered=True)
     assert samplings.find(retry) is got
@@ -70,27 +54,6 @@ def test_which_of_several_a_retry_joins() -> None:
     lost.num_waiting += 1
     assert samplings.find(retry) is None
     assert samplings.find(retry) is got
-
-
-def test_a_key_binds_one_body() -> None:
-    samplings: Samplings[str] = Samplings(keep_s=10, max_kept=10)
-    keyed = begin(samplings, attempt(key="k"), "keyed")
-    assert samplings.find(attempt(key="k")) is keyed
-    assert samplings.find(attempt(key="k", num_retries=3)) is keyed
-    assert samplings.find(attempt(key="other")) is None
-    # A retry without the key is no retry of it.
-    assert samplings.find(attempt(num_retries=1)) is None
-    with pytest.raises(KeyReused):
-        samplings.find(attempt("b", key="k"))
-
-
-def test_what_failed_is_not_joined() -> None:
-    samplings: Samplings[str] = Samplings(keep_s=10, max_kept=10)
-    failed = begin(samplings, attempt(), "failed")
-    samplings.ended(failed, has_failed=True, now_s=0)
-    leave(failed, is_delivered=True)
-    assert samplings.find(attempt(num_retries=1)) is None
-    assert samplings.clear() == []
 
 
 def test_what_is_kept_and_for_how_long() -> None:
@@ -122,7 +85,7 @@ def test_every_client_gets_a_turn_and_none_is_sampled_without_need(data: st.Data
     held: dict[int, Sampling[int]] = {}
     waiting = set(range(num_clients))
     got: dict[int, int] = {}
-    num_begun = num_refused = 0
+    num_begun = 0
     for _ in range(60):
         if not waiting:
             break
@@ -142,7 +105,6 @@ def test_every_client_gets_a_turn_and_none_is_sampled_without_need(data: st.Data
         if found is None and data.draw(st.booleans()):
             samplings.refused(one)
             num_retries[client] += 1
-            num_refused += 1
             continue
         if found is None:
             found = samplings.begin(one, num_begun)
@@ -154,9 +116,6 @@ def test_every_client_gets_a_turn_and_none_is_sampled_without_need(data: st.Data
     assert num_begun <= num_clients
 
 
-USER = {"role": "user", "content": "hi"}
-
-
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """The SDKs wait half a second before they ask again."""
@@ -164,309 +123,216 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anthropic._base_client.INITIAL_RETRY_DELAY", 0.01)
 
 
-def numbered() -> ScriptedAgent:
-    """An agent that gives every call an answer of its own."""
-    return ScriptedAgent(answer=lambda asking: say(f"answer {asking.number}"))
+def numbered(*, is_held: bool = False) -> ScriptedAgent:
+    """An agent that gives every call an answer of its own; a held one once its gate is opened."""
+    agent = ScriptedAgent(answer=lambda asking: say(f"answer {asking.number}"))
+    if is_held:
+        agent.gate.clear()
+    return agent
 
 
-def port_of(session: Session) -> int:
-    return int(session.base_url.split(":")[2].partition("/")[0])
+@contextlib.asynccontextmanager
+async def behind_proxy(
+    agent: ScriptedAgent, cuts: Callable[[int, bytes], bool] = lambda number, sent: False, **limits: Any
+) -> AsyncIterator[tuple[Session, CuttingProxy, SimpleNamespace]]:
+    """A session, a proxy before it, and what a client is told of the session, which leads to the proxy."""
+    async with serving(agent, limits=SessionLimits(**limits)) as (_, session):
+        port = session.base_url.split(":")[2].partition("/")[0]
+        async with CuttingProxy(int(port), cuts) as proxy:
+            urls = {
+                name: getattr(session, name).replace(port, str(proxy.port))
+                for name in ("base_url", "anthropic_base_url")
+            }
+            yield session, proxy, SimpleNamespace(api_key=session.api_key, **urls)
 
 
-async def chat(session: Session, port: int | None = None, **options: Any) -> str:
-    if port is not None:
-        options["base_url"] = session.base_url.replace(str(port_of(session)), str(port))
-    more = {key: options.pop(key) for key in ("extra_headers", "stream") if key in options}
+async def chat(session: Any, *, extra_headers: Any = None, **options: Any) -> str:
     async with openai_client(session, **options) as client:
-        answer = await client.chat.completions.create(model="m", messages=[USER], **more)
+        answer = await client.chat.completions.create(model="m", messages=[USER], extra_headers=extra_headers)
         return answer.choices[0].message.content
 
 
-async def responses(session: Session, port: int) -> str:
-    url = session.base_url.replace(str(port_of(session)), str(port))
-    async with openai_client(session, base_url=url) as client:
-        return (await client.responses.create(model="m", input="hi")).output_text
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+async def test_a_response_that_is_lost_on_its_way_is_given_again(api: Api) -> None:
+    agent = numbered()
+    async with behind_proxy(agent, lambda number, sent: number < 2) as (session, proxy, through):
+        assert api.text(await api.ask(through, [USER])) == "answer 1"
+        assert proxy.num_connections == 3
+    assert len(agent.calls) == 1
+    counts = session.counts
+    assert (counts.num_retries_joined, counts.num_turns, counts.num_abandoned) == (2, 1, 0)
 
 
-async def messages(session: Session, port: int) -> str:
-    url = session.anthropic_base_url.replace(str(port_of(session)), str(port))
-    async with anthropic_client(session, base_url=url) as client:
-        answer = await client.messages.create(model="m", max_tokens=5, messages=[USER])
-        return answer.content[0].text
+@pytest.mark.parametrize("num_clients", [1, 4])
+async def test_clients_that_lose_their_connections_while_turns_are_sampled_get_one_each(
+    num_clients: int,
+) -> None:
+    agent = numbered(is_held=True)
+    async with behind_proxy(agent) as (session, proxy, through):
+        asking = [asyncio.create_task(chat(through)) for _ in range(num_clients)]
+        await until(lambda: len(agent.calls) == num_clients)
+        proxy.cut_all()
+        await until(lambda: session.counts.num_retries_joined == num_clients)
+        agent.gate.set()
+        got = sorted(await asyncio.gather(*asking))
+    assert got == [f"answer {index + 1}" for index in range(num_clients)]
+    assert (len(agent.calls), agent.num_cancelled, session.counts.num_abandoned) == (num_clients, 0, 0)
 
 
-@pytest.mark.parametrize("ask", [chat, responses, messages])
-def test_a_response_that_is_lost_on_its_way_is_given_again(ask: Any) -> None:
-    async def test() -> None:
-        agent = numbered()
-        async with (
-            serving(agent) as (_, session),
-            CuttingProxy(port_of(session), lambda number, sent: number < 2) as proxy,
-        ):
-            assert await ask(session, proxy.port) == "answer 1"
-            assert proxy.num_connections == 3
-        assert len(agent.calls) == 1
-        counts = session.counts
-        assert (counts.num_retries_joined, counts.num_turns, counts.num_abandoned) == (2, 1, 0)
-
-    asyncio.run(test())
-
-
-def test_a_connection_that_is_lost_while_the_turn_is_sampled() -> None:
-    async def test() -> None:
-        agent = numbered()
-        agent.gate.clear()
-        async with (
-            serving(agent) as (_, session),
-            CuttingProxy(port_of(session), lambda number, sent: False) as proxy,
-        ):
-            asking = asyncio.create_task(chat(session, proxy.port))
-            await until(lambda: len(agent.calls) == 1)
-            proxy.cut_all()
-            await until(lambda: session.counts.num_retries_joined == 1)
-            agent.gate.set()
-            assert await asking == "answer 1"
-        assert (len(agent.calls), agent.num_cancelled) == (1, 0)
-        assert session.counts.num_abandoned == 0
-
-    asyncio.run(test())
-
-
-def test_a_client_that_runs_out_of_patience() -> None:
+async def test_a_client_that_runs_out_of_patience(hand_time: HandTime) -> None:
     """Its first requests time out; the last attempt gets what the first one began."""
-
-    clock = HandTime()
-
-    async def test() -> None:
-        agent = numbered()
-        agent.gate.clear()
-        async with serving(agent) as (_, session):
-            asking = asyncio.create_task(chat(session, timeout=1.0, max_retries=50))
-            # In steps so small that an attempt arrives long before it times out.
-            await clock.pass_until(lambda: session.counts.num_retries_joined == 2, step_s=0.02)
-            agent.gate.set()
-            assert await asking == "answer 1"
-        assert len(agent.calls) == 1
-
-    clock.run(test())
+    agent = numbered(is_held=True)
+    async with serving(agent) as (_, session):
+        asking = asyncio.create_task(chat(session, timeout=1.0, max_retries=50))
+        # In steps so small that an attempt arrives long before it times out.
+        await hand_time.pass_until(lambda: session.counts.num_retries_joined == 2, step_s=0.02)
+        agent.gate.set()
+        assert await asking == "answer 1"
+    assert len(agent.calls) == 1
 
 
-def test_the_same_request_twice_is_two_turns() -> None:
-    async def test() -> None:
-        agent = numbered()
-        async with serving(agent) as (_, session):
-            at_once = await asyncio.gather(*(chat(session) for _ in range(5)))
-            later = await chat(session)
-        assert sorted([*at_once, later]) == [f"answer {index}" for index in range(1, 7)]
-        assert session.counts.num_retries_joined == 0
-
-    asyncio.run(test())
+async def test_the_same_request_twice_is_two_turns() -> None:
+    agent = numbered()
+    async with serving(agent) as (_, session):
+        at_once = await asyncio.gather(*(chat(session) for _ in range(5)))
+        later = await chat(session)
+    assert sorted([*at_once, later]) == [f"answer {index}" for index in range(1, 7)]
+    assert session.counts.num_retries_joined == 0
 
 
-def test_sub_agents_that_all_lose_their_connections_get_one_turn_each() -> None:
-    async def test() -> None:
-        agent = numbered()
-        agent.gate.clear()
-        async with (
-            serving(agent) as (_, session),
-            CuttingProxy(port_of(session), lambda number, sent: False) as proxy,
-        ):
-            asking = [asyncio.create_task(chat(session, proxy.port)) for _ in range(4)]
-            await until(lambda: len(agent.calls) == 4)
-            proxy.cut_all()
-            await until(lambda: session.counts.num_retries_joined == 4)
-            agent.gate.set()
-            got = sorted(await asyncio.gather(*asking))
-        assert got == [f"answer {index}" for index in range(1, 5)]
-        assert len(agent.calls) == 4
-        assert session.counts.num_abandoned == 0
-
-    asyncio.run(test())
-
-
-def test_a_request_that_was_too_many_gets_a_turn_of_its_own_later() -> None:
+async def test_a_request_that_was_too_many_gets_a_turn_of_its_own_later() -> None:
     """Its retry must not join the sampling of the sub-agent that asked the same."""
-
-    async def test() -> None:
-        agent = numbered()
-        agent.gate.clear()
-        async with serving(agent, limits=SessionLimits(max_turns_at_once=1)) as (_, session):
-            first = asyncio.create_task(chat(session))
-            await until(lambda: len(agent.calls) == 1)
-            second = asyncio.create_task(chat(session))
-            await until(lambda: session.counts.num_refused == 1)
-            agent.gate.set()
-            assert await first == "answer 1"
-            assert await second == "answer 2"
-        assert session.counts.num_retries_joined == 0
-
-    asyncio.run(test())
+    agent = numbered(is_held=True)
+    async with serving(agent, limits=SessionLimits(max_turns_at_once=1)) as (_, session):
+        first = asyncio.create_task(chat(session))
+        await until(lambda: len(agent.calls) == 1)
+        second = asyncio.create_task(chat(session))
+        await until(lambda: session.counts.num_refused == 1)
+        agent.gate.set()
+        assert await first == "answer 1"
+        assert await second == "answer 2"
+    assert session.counts.num_retries_joined == 0
 
 
-def test_too_many_turns_at_once_are_told_when_to_come_back() -> None:
-    async def test() -> None:
-        agent = numbered()
-        agent.gate.clear()
-        async with serving(agent, limits=SessionLimits(max_turns_at_once=2)) as (_, session):
-            running = [asyncio.create_task(chat(session)) for _ in range(2)]
-            await until(lambda: len(agent.calls) == 2)
-            with pytest.raises(openai.RateLimitError, match="2 turns of this session") as caught:
-                await chat(session, max_retries=0)
-            assert caught.value.response.headers["retry-after"] == "1"
-            agent.gate.set()
-            await asyncio.gather(*running)
-
-    asyncio.run(test())
+async def test_too_many_turns_at_once_are_told_when_to_come_back() -> None:
+    agent = numbered(is_held=True)
+    async with serving(agent, limits=SessionLimits(max_turns_at_once=2)) as (_, session):
+        running = [asyncio.create_task(chat(session)) for _ in range(2)]
+        await until(lambda: len(agent.calls) == 2)
+        with pytest.raises(openai.RateLimitError, match="2 turns of this session") as caught:
+            await chat(session, max_retries=0)
+        assert caught.value.response.headers["retry-after"] == "1"
+        agent.gate.set()
+        await asyncio.gather(*running)
 
 
-def test_a_turn_that_failed_is_sampled_again() -> None:
-    async def test() -> None:
-        agent = ScriptedAgent([RuntimeError("lost a generator"), say("second")])
-        async with serving(agent) as (_, session):
-            assert await chat(session) == "second"
-        assert len(agent.calls) == 2
-        assert session.counts.num_failed == 1
-
-    asyncio.run(test())
+async def test_a_turn_that_failed_is_sampled_again() -> None:
+    agent = ScriptedAgent([RuntimeError("lost a generator"), say("second")])
+    async with serving(agent) as (_, session):
+        assert await chat(session) == "second"
+    assert len(agent.calls) == 2
+    assert session.counts.num_failed == 1
 
 
-def test_a_turn_beyond_its_deadline_is_given_up_and_not_asked_for_again() -> None:
-    clock = HandTime()
+async def test_a_turn_beyond_its_deadline_is_given_up_and_not_asked_for_again(hand_time: HandTime) -> None:
+    agent = numbered(is_held=True)
+    async with serving(agent, limits=SessionLimits(turn_s=0.02)) as (_, session):
+        asking = asyncio.create_task(chat(session))
+        await hand_time.stand_until(lambda: len(agent.calls) == 1)
+        hand_time.advance(0.02)
+        with pytest.raises(openai.InternalServerError, match=r"no turn within 0\.02 s"):
+            await asking
+        await hand_time.stand_until(lambda: agent.num_cancelled == 1)
+    assert len(agent.calls) == 1
+    assert session.counts.num_abandoned == 1
 
-    async def test() -> None:
-        agent = numbered()
-        agent.gate.clear()
-        async with serving(agent, limits=SessionLimits(turn_s=0.02)) as (_, session):
-            asking = asyncio.create_task(chat(session))
-            await clock.stand_until(lambda: len(agent.calls) == 1)
-            clock.advance(0.02)
-            with pytest.raises(openai.InternalServerError, match=r"no turn within 0\.02 s"):
+
+async def test_an_idempotency_key_joins_also_first_attempts() -> None:
+    agent = numbered()
+    async with serving(agent) as (_, session):
+        key = {"Idempotency-Key": "one"}
+        got = [await chat(session, extra_headers=key) for _ in range(3)]
+        assert got == ["answer 1"] * 3
+        assert await chat(session, extra_headers={"Idempotency-Key": "two"}) == "answer 2"
+        async with openai_client(session) as client:
+            with pytest.raises(openai.BadRequestError, match="came with another body before"):
+                await client.chat.completions.create(
+                    model="m", messages=[USER], max_tokens=5, extra_headers=key
+                )
+
+
+async def test_what_nobody_comes_back_for_is_counted_and_forgotten() -> None:
+    agent = numbered(is_held=True)
+    async with behind_proxy(agent, max_kept_replies=1) as (session, proxy, through):
+        for index in range(3):
+            with pytest.raises(openai.APIConnectionError):
+                asking = asyncio.create_task(chat(through, max_retries=0))
+                await until(lambda: len(agent.calls) == index + 1)  # noqa: B023
+                proxy.cut_all()
                 await asking
-            await clock.stand_until(lambda: agent.num_cancelled == 1)
-        assert len(agent.calls) == 1
-        assert session.counts.num_abandoned == 1
-
-    clock.run(test())
-
-
-def test_an_idempotency_key_joins_also_first_attempts() -> None:
-    async def test() -> None:
-        agent = numbered()
-        async with serving(agent) as (_, session):
-            key = {"Idempotency-Key": "one"}
-            got = [await chat(session, extra_headers=key) for _ in range(3)]
-            assert got == ["answer 1"] * 3
-            assert await chat(session, extra_headers={"Idempotency-Key": "two"}) == "answer 2"
-            async with openai_client(session) as client:
-                with pytest.raises(openai.BadRequestError, match="came with another body before"):
-                    await client.chat.completions.create(
-                        model="m", messages=[USER], max_tokens=5, extra_headers=key
-                    )
-
-    asyncio.run(test())
-
-
-def test_what_nobody_comes_back_for_is_counted_and_forgotten() -> None:
-    async def test() -> None:
-        agent = numbered()
-        agent.gate.clear()
-        limits = SessionLimits(max_kept_replies=1)
-        async with (
-            serving(agent, limits=limits) as (_, session),
-            CuttingProxy(port_of(session), lambda number, sent: False) as proxy,
-        ):
-            for index in range(3):
-                with pytest.raises(openai.APIConnectionError):
-                    asking = asyncio.create_task(chat(session, proxy.port, max_retries=0))
-                    await until(lambda: len(agent.calls) == index + 1)  # noqa: B023
-                    proxy.cut_all()
-                    await asking
-            await until(lambda: session.num_open_requests == 0)
-            agent.gate.set()
-            await until(lambda: session.counts.num_turns == 3)
-            # One of the three is kept for a retry.
-            await until(lambda: session.counts.num_abandoned == 2)
-            session.close()
-            await until(lambda: session.counts.num_abandoned == 3)
-
-    asyncio.run(test())
+        await until(lambda: session.num_open_requests == 0)
+        agent.gate.set()
+        await until(lambda: session.counts.num_turns == 3)
+        # One of the three is kept for a retry.
+        await until(lambda: session.counts.num_abandoned == 2)
+        session.close()
+        await until(lambda: session.counts.num_abandoned == 3)
 
 
 @pytest.mark.parametrize("where", [b"first-half", b"[DONE]"])
-def test_a_stream_that_breaks_off_is_kept_for_a_client_that_asks_again(where: bytes) -> None:
+async def test_a_stream_that_breaks_off_is_kept_for_a_client_that_asks_again(where: bytes) -> None:
     """The SDK itself does not retry a stream that has begun; a client may, with the header of a retry."""
-
-    async def test() -> None:
-        agent = ScriptedAgent([say("first-half " + "x" * 500), say("other")])
-        async with (
-            serving(agent) as (_, session),
-            CuttingProxy(port_of(session), lambda number, sent: where in sent and number == 0) as proxy,
-        ):
-            url = session.base_url.replace(str(port_of(session)), str(proxy.port))
-            async with openai_client(session, base_url=url) as client:
-                texts = []
-                for count in ("0", "1"):
-                    stream = client.chat.completions.create(
-                        model="m",
-                        messages=[USER],
-                        stream=True,
-                        extra_headers={"x-stainless-retry-count": count},
-                    )
-                    text = ""
-                    try:
-                        async for chunk in await stream:
-                            text += chunk.choices[0].delta.content or ""
-                    except openai.APIConnectionError:
-                        text = "lost"
-                    texts.append(text)
-        assert texts == ["lost", "first-half " + "x" * 500]
-        assert len(agent.calls) == 1
-
-    asyncio.run(test())
+    agent = ScriptedAgent([say("first-half " + "x" * 500), say("other")])
+    texts = []
+    async with (
+        behind_proxy(agent, lambda number, sent: where in sent and number == 0) as (_, _, through),
+        openai_client(through) as client,
+    ):
+        for count in ("0", "1"):
+            stream = client.chat.completions.create(
+                model="m", messages=[USER], stream=True, extra_headers={"x-stainless-retry-count": count}
+            )
+            text = ""
+            try:
+                async for chunk in await stream:
+                    text += chunk.choices[0].delta.content or ""
+            except openai.APIConnectionError:
+                text = "lost"
+            texts.append(text)
+    assert texts == ["lost", "first-half " + "x" * 500]
+    assert len(agent.calls) == 1
 
 
-def test_a_stream_shows_signs_of_life() -> None:
-    async def test() -> None:
-        agent = numbered()
-        agent.gate.clear()
-        seen = b""
-
-        def watch(number: int, sent: bytes) -> bool:
-            nonlocal seen
-            seen = sent
-            return False
-
-        async with (
-            serving(agent, limits=SessionLimits(keep_alive_s=0.01)) as (_, session),
-            CuttingProxy(port_of(session), watch) as proxy,
-        ):
-            url = session.base_url.replace(str(port_of(session)), str(proxy.port))
-            async with openai_client(session, base_url=url) as client:
-                stream = await client.chat.completions.create(model="m", messages=[USER], stream=True)
-                await until(lambda: seen.count(b": the turn is being sampled\n\n") >= 3)
-                agent.gate.set()
-                text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-        assert text == "answer 1"
-
-    asyncio.run(test())
+async def test_a_stream_shows_signs_of_life() -> None:
+    agent = numbered(is_held=True)
+    seen: list[bytes] = []
+    async with (
+        behind_proxy(agent, lambda number, sent: bool(seen.append(sent)), keep_alive_s=0.01) as (
+            _,
+            _,
+            through,
+        ),
+        openai_client(through) as client,
+    ):
+        stream = await client.chat.completions.create(model="m", messages=[USER], stream=True)
+        await until(lambda: bool(seen) and seen[-1].count(b": the turn is being sampled\n\n") >= 3)
+        agent.gate.set()
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    assert text == "answer 1"
 
 
-def test_closing_ends_what_is_under_way() -> None:
-    async def test() -> None:
-        agent = numbered()
-        agent.gate.clear()
-        async with SessionServer() as server:
-            session, other = server.open(agent), server.open(numbered())
-            asking = asyncio.create_task(chat(session))
-            await until(lambda: len(agent.calls) == 1)
-            session.close()
-            with pytest.raises(openai.APIStatusError) as caught:
-                await asking
-            assert (caught.value.status_code, caught.value.code) == (410, "session_closed")
-            with pytest.raises(openai.APIStatusError, match="this session is closed"):
-                await chat(session)
-            session.close()
-            assert await chat(other) == "answer 1"
-        assert (agent.num_cancelled, session.counts.num_abandoned) == (1, 1)
-
-    asyncio.run(test())
+async def test_closing_ends_what_is_under_way() -> None:
+    agent = numbered(is_held=True)
+    async with SessionServer() as server:
+        session, other = server.open(agent), server.open(numbered())
+        asking = asyncio.create_task(chat(session))
+        await until(lambda: len(agent.calls) == 1)
+        session.close()
+        with pytest.raises(openai.APIStatusError) as caught:
+            await asking
+        assert (caught.value.status_code, caught.value.code) == (410, "session_closed")
+        with pytest.raises(openai.APIStatusError, match="this session is closed"):
+            await chat(session)
+        session.close()
+        assert await chat(other) == "answer 1"
+    assert (agent.num_cancelled, session.counts.num_abandoned) == (1, 1)

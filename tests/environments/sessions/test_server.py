@@ -1,4 +1,4 @@
-"""Who may ask a session, and what hostile clients cannot do."""
+"""Who may ask a session, what hostile clients cannot do, and verdicts from outside."""
 
 import asyncio
 import contextlib
@@ -11,107 +11,117 @@ from typing import Any
 import aiohttp
 import pytest
 
-from forgeasync.environments import Session, SessionLimits, SessionServer
+from forgeasync.environments import MAX_COMMENT_CHARS, Feedback, Session, SessionLimits, SessionServer
 from tests.support.sessions import ScriptedAgent, say, serving, until
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 async def post(
-    session: Session, path: str = "/chat/completions", *, key: str | None = None, **more: Any
+    session: Session,
+    path: str = "/v1/chat/completions",
+    *,
+    key: str | None = None,
+    headers: dict[str, str] | None = None,
+    **more: Any,
 ) -> tuple[int, Any]:
     """Status and JSON of an answer."""
-    headers = {"authorization": f"Bearer {session.api_key if key is None else key}"}
-    more = {"json": BODY, **more} if "data" not in more else more
+    given = headers or {"authorization": f"Bearer {session.api_key if key is None else key}"}
+    more = more if "data" in more else {"json": BODY}
     async with (
         aiohttp.ClientSession() as client,
-        client.post(session.base_url + path, headers=headers, **more) as answer,
+        client.post(session.anthropic_base_url + path, headers=given, **more) as answer,
     ):
         return answer.status, await answer.json()
 
 
+async def connected(
+    session: Session, raw: bytes, **options: Any
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A socket on which bytes have been sent."""
+    host, port = re.match(r"http://([^:/]+):(\d+)/", session.base_url).groups()
+    reader, writer = await asyncio.open_connection(host, int(port), **options)
+    writer.write(raw)
+    return reader, writer
+
+
 async def send(session: Session, raw: bytes) -> bytes:
     """What the server says to bytes on a socket, until it closes."""
-    host, port = re.match(r"http://([^:/]+):(\d+)/", session.base_url).groups()
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(raw)
+    reader, writer = await connected(session, raw)
     with contextlib.suppress(ConnectionError):
         await writer.drain()
         return await reader.read()
     return b""
 
 
-def test_urls_and_secrets() -> None:
-    async def test() -> None:
-        async with SessionServer() as server:
-            sessions = [server.open(ScriptedAgent(), name="m") for _ in range(50)]
-            for session in sessions:
-                base = rf"http://127\.0\.0\.1:\d+/sessions/{re.escape(session.id)}"
-                assert re.fullmatch(base + "/v1", session.base_url)
-                assert re.fullmatch(base, session.anthropic_base_url)
-                assert len(session.id) >= 22 and len(session.api_key) == 64
-            assert len({session.id for session in sessions}) == 50
-            assert len({session.api_key for session in sessions}) == 50
-
-    asyncio.run(test())
+def head(session: Session, length: int, *more: str) -> bytes:
+    """The beginning of a request with a body of some length."""
+    lines = [
+        f"POST /sessions/{session.id}/v1/chat/completions HTTP/1.1",
+        "host: x",
+        f"x-api-key: {session.api_key}",
+        f"content-length: {length}",
+        *more,
+    ]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-def test_sessions_are_apart() -> None:
-    async def test() -> None:
-        first, second = ScriptedAgent([say("one")]), ScriptedAgent([say("two")])
-        async with SessionServer() as server:
-            a, b = server.open(first), server.open(second)
-            for key in (b.api_key, "", "x", "Bearer", a.api_key[:-1], a.api_key + "x", "\u00e9"):
-                status, body = await post(a, key=key)
-                assert (status, body["error"]["code"]) == (401, "invalid_api_key")
-                assert a.api_key not in json.dumps(body)
-            status, body = await post(a)
-            assert body["choices"][0]["message"]["content"] == "one"
-            assert (len(first.calls), len(second.calls)) == (1, 0)
-            b.close()
-            status, body = await post(b)
-            assert (status, body["error"]["code"]) == (410, "session_closed")
-            # Whether a session was closed is nobody else's business.
-            assert (await post(b, key=a.api_key))[0] == 401
-            a.id, url = "unknown", a.base_url
-            a.base_url = url.replace(url.split("/")[4], "unknown")
-            status, body = await post(a)
-            assert (status, body["error"]["code"]) == (404, "session_not_found")
-
-    asyncio.run(test())
+async def test_urls_and_secrets() -> None:
+    async with SessionServer() as server:
+        sessions = [server.open(ScriptedAgent(), name="m") for _ in range(50)]
+        for session in sessions:
+            base = rf"http://127\.0\.0\.1:\d+/sessions/{re.escape(session.id)}"
+            assert re.fullmatch(base + "/v1", session.base_url)
+            assert re.fullmatch(base, session.anthropic_base_url)
+            assert len(session.id) >= 22 and len(session.api_key) == 64
+        assert len({session.id for session in sessions}) == 50
+        assert len({session.api_key for session in sessions}) == 50
 
 
-def test_a_key_may_come_in_either_header_and_paths_that_are_not_served() -> None:
-    async def test() -> None:
-        async with serving(ScriptedAgent(answer=lambda _: say("ok"))) as (_, session):
-            async with aiohttp.ClientSession(headers={"x-api-key": session.api_key}) as client:
-                async with client.post(session.base_url + "/chat/completions", json=BODY) as answer:
-                    assert answer.status == 200
-                for method, path in [
-                    ("GET", "/chat/completions"),
-                    ("POST", "/embeddings"),
-                    ("POST", "/models"),
-                    ("DELETE", "/responses/x"),
-                    ("GET", "/../../other/v1/models"),
-                ]:
-                    async with client.request(method, session.base_url + path) as answer:
-                        assert answer.status == 404
-                        assert "message" in (await answer.json())["error"]
-                root = session.base_url.partition("/sessions")[0]
-                for path in ("/", "/sessions", "/v1/models", "/sessions//v1/models"):
-                    async with client.get(root + path) as answer:
-                        assert answer.status == 404
-            # Verifiers' programs in Anthropic's form say EMPTY in the one and the key in the other.
-            right, wrong = session.api_key, "EMPTY"
-            for api_key, bearer, status in [(wrong, right, 200), (right, wrong, 200), (wrong, wrong, 401)]:
-                headers = {"x-api-key": api_key, "Authorization": f"Bearer {bearer}"}
-                async with (
-                    aiohttp.ClientSession(headers=headers) as client,
-                    client.post(session.base_url + "/chat/completions", json=BODY) as answer,
-                ):
-                    assert answer.status == status
+async def test_sessions_are_apart() -> None:
+    first, second = ScriptedAgent([say("one")]), ScriptedAgent([say("two")])
+    async with SessionServer() as server:
+        a, b = server.open(first), server.open(second)
+        for key in (b.api_key, "", "x", "Bearer", a.api_key[:-1], a.api_key + "x", "\u00e9"):
+            status, body = await post(a, key=key)
+            assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+            assert a.api_key not in json.dumps(body)
+        status, body = await post(a)
+        assert body["choices"][0]["message"]["content"] == "one"
+        assert (len(first.calls), len(second.calls)) == (1, 0)
+        b.close()
+        status, body = await post(b)
+        assert (status, body["error"]["code"]) == (410, "session_closed")
+        # Whether a session was closed is nobody else's business.
+        assert (await post(b, key=a.api_key))[0] == 401
+        a.anthropic_base_url = a.anthropic_base_url.replace(a.id, "unknown")
+        status, body = await post(a)
+        assert (status, body["error"]["code"]) == (404, "session_not_found")
 
-    asyncio.run(test())
+
+async def test_a_key_may_come_in_either_header_and_paths_that_are_not_served() -> None:
+    async with serving(ScriptedAgent(answer=lambda _: say("ok"))) as (_, session):
+        async with aiohttp.ClientSession(headers={"x-api-key": session.api_key}) as client:
+            for method, path in [
+                ("GET", "/chat/completions"),
+                ("POST", "/embeddings"),
+                ("POST", "/models"),
+                ("DELETE", "/responses/x"),
+                ("GET", "/../../other/v1/models"),
+            ]:
+                async with client.request(method, session.base_url + path) as answer:
+                    assert answer.status == 404
+                    assert "message" in (await answer.json())["error"]
+            root = session.base_url.partition("/sessions")[0]
+            for path in ("/", "/sessions", "/v1/models", "/sessions//v1/models"):
+                async with client.get(root + path) as answer:
+                    assert answer.status == 404
+        # Verifiers' programs in Anthropic's form say EMPTY in the one and the key in the other.
+        right, wrong = session.api_key, "EMPTY"
+        assert (await post(session, headers={"x-api-key": right}))[0] == 200
+        for api_key, bearer, status in [(wrong, right, 200), (right, wrong, 200), (wrong, wrong, 401)]:
+            headers = {"x-api-key": api_key, "Authorization": f"Bearer {bearer}"}
+            assert (await post(session, headers=headers))[0] == status
 
 
 @pytest.mark.parametrize(
@@ -131,52 +141,42 @@ def test_other_machines_are_let_in_only_with_a_token(options: dict[str, str], pr
         SessionServer(**options)
 
 
-def test_a_server_for_other_machines() -> None:
-    async def test() -> None:
-        token = "a token of the user's"
-        keys = []
-        for _ in range(2):
-            async with SessionServer(host="0.0.0.0", token=token, public_host="127.0.0.1") as server:
-                session = server.open(ScriptedAgent([say("ok")]))
-                assert session.base_url.startswith("http://127.0.0.1:")
-                assert (await post(session))[0] == 200
-                assert (await post(session, key=token))[0] == 401
-                assert token not in session.api_key
-                keys.append(session.api_key)
-        assert keys[0] != keys[1]
-        async with SessionServer(host="::1") as server:
+async def test_a_server_for_other_machines() -> None:
+    token = "a token of the user's"
+    keys = []
+    for _ in range(2):
+        async with SessionServer(host="0.0.0.0", token=token, public_host="127.0.0.1") as server:
             session = server.open(ScriptedAgent([say("ok")]))
-            assert session.base_url.startswith("http://[::1]:")
+            assert session.base_url.startswith("http://127.0.0.1:")
+            assert (await post(session))[0] == 200
+            assert (await post(session, key=token))[0] == 401
+            assert token not in session.api_key
+            keys.append(session.api_key)
+    assert keys[0] != keys[1]
+    async with SessionServer(host="::1") as server:
+        session = server.open(ScriptedAgent([say("ok")]))
+        assert session.base_url.startswith("http://[::1]:")
 
-    asyncio.run(test())
 
-
-def test_a_server_that_does_not_run_opens_nothing() -> None:
+async def test_a_server_that_does_not_run_opens_nothing() -> None:
     server = SessionServer()
     with pytest.raises(RuntimeError, match="not running"):
         server.open(ScriptedAgent())
-
-    async def test() -> None:
-        async with server:
-            session = server.open(ScriptedAgent())
-        assert session.is_closed
-        with pytest.raises(aiohttp.ClientConnectionError):
-            await post(session)
-        with pytest.raises(RuntimeError, match="not running"):
-            server.open(ScriptedAgent())
-
-    asyncio.run(test())
+    async with server:
+        session = server.open(ScriptedAgent())
+    assert session.is_closed
+    with pytest.raises(aiohttp.ClientConnectionError):
+        await post(session)
+    with pytest.raises(RuntimeError, match="not running"):
+        server.open(ScriptedAgent())
 
 
-def test_a_port_that_is_taken() -> None:
-    async def test() -> None:
-        async with serving(ScriptedAgent()) as (_, session):
-            port = int(session.base_url.split(":")[2].partition("/")[0])
-            with pytest.raises(OSError, match="address already in use"):
-                async with SessionServer(port=port):
-                    pass
-
-    asyncio.run(test())
+async def test_a_port_that_is_taken() -> None:
+    async with serving(ScriptedAgent()) as (_, session):
+        port = int(session.base_url.split(":")[2].partition("/")[0])
+        with pytest.raises(OSError, match="address already in use"):
+            async with SessionServer(port=port):
+                pass
 
 
 def with_depth(depth: int) -> bytes:
@@ -209,160 +209,110 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/messages"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize("name", BODIES)
-def test_bodies_that_cannot_be_read(name: str, path: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        agent = ScriptedAgent([say("ok")])
-        async with serving(agent) as (_, session):
-            status, body = await post(session, path, data=BODIES[name])
-            assert status == 400
-            assert body["error"]["message"]
-            assert len(json.dumps(body)) < 1000
-            # The server goes on.
-            assert (await post(session))[0] == 200
-        assert not caplog.records
-
-    asyncio.run(test())
+async def test_bodies_that_cannot_be_read(name: str, path: str, caplog: pytest.LogCaptureFixture) -> None:
+    agent = ScriptedAgent([say("ok")])
+    async with serving(agent) as (_, session):
+        status, body = await post(session, path, data=BODIES[name])
+        assert status == 400
+        assert body["error"]["message"]
+        assert len(json.dumps(body)) < 1000
+        # The server goes on.
+        assert (await post(session))[0] == 200
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
     ("parameters", "problem"),
-    [
-        ("[" * 70 + "]" * 70, "nested deeper than 64"),
-        ("[" + "1," * 100_001 + "1]", "at most 100000 values"),
-    ],
+    [("[" * 70 + "]" * 70, "nested deeper than 64"), ("[" + "1," * 100_001 + "1]", "at most 100000 values")],
 )
-def test_parameters_of_a_tool_are_bounded(parameters: str, problem: str) -> None:
-    async def test() -> None:
-        agent = ScriptedAgent([say("ok")])
-        function = f'{{"name": "f", "parameters": {{"a": {parameters}}}}}'
-        tools = f'[{{"type": "function", "function": {function}}}]'
-        raw = f'{{"model": "m", "messages": [{{"role": "user", "content": "hi"}}], "tools": {tools}}}'
-        async with serving(agent) as (_, session):
-            status, body = await post(session, data=raw.encode())
-        assert (status, body["error"]["param"]) == (400, "tools[0].function.parameters")
-        assert problem in body["error"]["message"]
-        assert not agent.calls
-
-    asyncio.run(test())
+async def test_parameters_of_a_tool_are_bounded(parameters: str, problem: str) -> None:
+    agent = ScriptedAgent([say("ok")])
+    function = f'{{"name": "f", "parameters": {{"a": {parameters}}}}}'
+    tools = f'[{{"type": "function", "function": {function}}}]'
+    raw = f'{{"model": "m", "messages": [{{"role": "user", "content": "hi"}}], "tools": {tools}}}'
+    async with serving(agent) as (_, session):
+        status, body = await post(session, data=raw.encode())
+    assert (status, body["error"]["param"]) == (400, "tools[0].function.parameters")
+    assert problem in body["error"]["message"]
+    assert not agent.calls
 
 
-def test_a_body_that_is_too_large() -> None:
+async def test_a_body_that_is_too_large() -> None:
     async def chunks() -> Any:
         for _ in range(40):
             yield b"x" * 1000
 
-    async def test() -> None:
-        limits = SessionLimits(max_body_bytes=20_000)
-        async with serving(ScriptedAgent([say("ok")]), limits=limits) as (_, session):
-            for data in (b"x" * 20_001, chunks()):
-                status, body = await post(session, data=data)
-                assert (status, body["error"]["code"]) == (413, "body_too_large")
-            bomb = {"headers": {}, "data": b" " * 10_000_000, "compress": "deflate"}
-            async with (
-                aiohttp.ClientSession(headers={"x-api-key": session.api_key}) as client,
-                client.post(session.base_url + "/chat/completions", **bomb) as answer,
-            ):
-                assert answer.status == 413
-            assert (await post(session, data=json.dumps(BODY).ljust(20_000).encode()))[0] == 200
-
-    asyncio.run(test())
+    limits = SessionLimits(max_body_bytes=20_000)
+    async with serving(ScriptedAgent([say("ok")]), limits=limits) as (_, session):
+        for data in (b"x" * 20_001, chunks()):
+            status, body = await post(session, data=data)
+            assert (status, body["error"]["code"]) == (413, "body_too_large")
+        assert (await post(session, data=b" " * 10_000_000, compress="deflate"))[0] == 413
+        assert (await post(session, data=json.dumps(BODY).ljust(20_000).encode()))[0] == 200
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
-def test_a_body_that_is_not_compressed_as_it_says(coding: str) -> None:
-    async def test() -> None:
-        async with serving(ScriptedAgent([say("ok")])) as (_, session):
-            raw = b"\xff" * 100
-            head = (
-                f"POST /sessions/{session.id}/v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
-                f"connection: close\r\nx-api-key: {session.api_key}\r\n"
-                f"content-length: 100\r\ncontent-encoding: {coding}\r\n\r\n"
-            )
-            assert (await send(session, head.encode() + raw)).startswith(b"HTTP/1.1 400")
-            assert (await post(session))[0] == 200
-
-    asyncio.run(test())
+async def test_a_body_that_is_not_compressed_as_it_says(coding: str) -> None:
+    async with serving(ScriptedAgent([say("ok")])) as (_, session):
+        raw = head(session, 100, "connection: close", f"content-encoding: {coding}") + b"\xff" * 100
+        assert (await send(session, raw)).startswith(b"HTTP/1.1 400")
+        assert (await post(session))[0] == 200
 
 
-def test_a_body_that_never_arrives() -> None:
-    async def test() -> None:
-        agent = ScriptedAgent()
-        async with serving(agent, limits=SessionLimits(body_s=0.05)) as (_, session):
-            head = (
-                f"POST /sessions/{session.id}/v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
-                f"x-api-key: {session.api_key}\r\ncontent-length: 100\r\n\r\n{{"
-            )
-            answer = await send(session, head.encode())
-        assert answer.startswith(b"HTTP/1.1 408")
-        assert b"did not arrive within 0.05 s" in answer
-        assert not agent.calls
-
-    asyncio.run(test())
+async def test_a_body_that_never_arrives() -> None:
+    agent = ScriptedAgent()
+    async with serving(agent, limits=SessionLimits(body_s=0.05)) as (_, session):
+        answer = await send(session, head(session, 100) + b"{")
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"did not arrive within 0.05 s" in answer
+    assert not agent.calls
 
 
 @pytest.mark.parametrize("raw", [b"", b"POST /sessions/x HTTP/1.1\r\nhost: x\r\n"])
-def test_headers_that_never_arrive(raw: bytes) -> None:
-    async def test() -> None:
-        async with serving(ScriptedAgent(), limits=SessionLimits(idle_s=0.05)) as (_, session):
-            # A server that hangs up before it has read everything resets the connection.
-            with contextlib.suppress(ConnectionError):
-                assert await send(session, raw) == b""
-
-    asyncio.run(test())
+async def test_headers_that_never_arrive(raw: bytes) -> None:
+    async with serving(ScriptedAgent(), limits=SessionLimits(idle_s=0.05)) as (_, session):
+        # A server that hangs up before it has read everything resets the connection.
+        with contextlib.suppress(ConnectionError):
+            assert await send(session, raw) == b""
 
 
-def test_a_closed_session_is_not_held_on_to() -> None:
-    async def test() -> None:
-        async with SessionServer() as server:
-            session = server.open(ScriptedAgent([say("ok")]))
-            await post(session)
-            watched = weakref.ref(session)
-            session.close()
-            del session
-            # A connection refers to its last request for a while.
-            while watched() is not None:
-                await asyncio.sleep(0.001)
-                gc.collect()
-
-    asyncio.run(test())
+async def test_a_closed_session_is_not_held_on_to() -> None:
+    async with SessionServer() as server:
+        session = server.open(ScriptedAgent([say("ok")]))
+        await post(session)
+        watched = weakref.ref(session)
+        session.close()
+        del session
+        # A connection refers to its last request for a while.
+        while watched() is not None:
+            await asyncio.sleep(0.001)
+            gc.collect()
 
 
-def test_a_client_that_reads_nothing_holds_nothing_up() -> None:
-    async def test() -> None:
-        agent = ScriptedAgent([say("x" * 20_000_000)])
-        async with serving(agent, limits=SessionLimits(write_s=0.05)) as (_, session):
-            raw = json.dumps(BODY).encode()
-            head = (
-                f"POST /sessions/{session.id}/v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
-                f"x-api-key: {session.api_key}\r\ncontent-length: {len(raw)}\r\n\r\n"
-            )
-            host, port = "127.0.0.1", session.base_url.split(":")[2].partition("/")[0]
-            _, writer = await asyncio.open_connection(host, int(port), limit=1)
-            writer.write(head.encode() + raw)
-            await until(lambda: session.counts.num_turns == 1)
-            await until(lambda: session.num_open_requests == 0)
-            session.close()
-            await until(lambda: session.counts.num_abandoned == 1)
-            writer.transport.abort()
-
-    asyncio.run(test())
+async def test_a_client_that_reads_nothing_holds_nothing_up() -> None:
+    agent = ScriptedAgent([say("x" * 20_000_000)])
+    async with serving(agent, limits=SessionLimits(write_s=0.05)) as (_, session):
+        raw = json.dumps(BODY).encode()
+        _, writer = await connected(session, head(session, len(raw)) + raw, limit=1)
+        await until(lambda: session.counts.num_turns == 1)
+        await until(lambda: session.num_open_requests == 0)
+        session.close()
+        await until(lambda: session.counts.num_abandoned == 1)
+        writer.transport.abort()
 
 
-def test_open_requests_are_bounded() -> None:
-    async def test() -> None:
-        agent = ScriptedAgent(answer=lambda _: say("ok"))
-        agent.gate.clear()
-        async with serving(agent, limits=SessionLimits(max_open_requests=3)) as (_, session):
-            waiting = [asyncio.create_task(post(session)) for _ in range(3)]
-            await until(lambda: session.num_open_requests == 3)
-            status, body = await post(session)
-            assert (status, body["error"]["code"]) == (429, "too_many_requests")
-            agent.gate.set()
-            assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * 3
-
-    asyncio.run(test())
+async def test_open_requests_are_bounded() -> None:
+    agent = ScriptedAgent(answer=lambda _: say("ok"))
+    agent.gate.clear()
+    async with serving(agent, limits=SessionLimits(max_open_requests=3)) as (_, session):
+        waiting = [asyncio.create_task(post(session)) for _ in range(3)]
+        await until(lambda: session.num_open_requests == 3)
+        status, body = await post(session)
+        assert (status, body["error"]["code"]) == (429, "too_many_requests")
+        agent.gate.set()
+        assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * 3
 
 
 @pytest.mark.parametrize(
@@ -375,22 +325,86 @@ def test_open_requests_are_bounded() -> None:
         {"Idempotency-Key": "k" * 300},
     ],
 )
-def test_headers_that_cannot_be_read(headers: dict[str, str]) -> None:
-    async def test() -> None:
-        agent = ScriptedAgent([say("ok")])
-        async with serving(agent) as (_, session):
-            async with (
-                aiohttp.ClientSession(headers={"x-api-key": session.api_key, **headers}) as client,
-                client.post(session.base_url + "/chat/completions", json=BODY) as answer,
-            ):
-                assert answer.status == 400
-                assert next(iter(headers)) in (await answer.json())["error"]["message"]
-        assert not agent.calls
-
-    asyncio.run(test())
+async def test_headers_that_cannot_be_read(headers: dict[str, str]) -> None:
+    agent = ScriptedAgent([say("ok")])
+    async with serving(agent) as (_, session):
+        status, body = await post(session, headers={"x-api-key": session.api_key, **headers})
+    assert status == 400 and next(iter(headers)) in body["error"]["message"]
+    assert not agent.calls
 
 
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
 def test_limits_are_positive_and_finite(value: float) -> None:
     with pytest.raises(ValueError, match=r"SessionLimits\.turn_s"):
         SessionLimits(turn_s=value)
+
+
+# ---- feedback
+
+
+async def judge(session: Session, body: Any) -> tuple[int, Any]:
+    """``body`` is JSON, or bytes."""
+    data = body if isinstance(body, bytes) else json.dumps(body)
+    return await post(session, "/feedback", data=data)
+
+
+async def test_feedback_ends_a_session() -> None:
+    async with serving(ScriptedAgent(answer=lambda _: say("ok"))) as (_, session):
+        finished = asyncio.create_task(session.finished())
+        first = {"score": 0.5, "comment": "half right", "finished": False}
+        assert await judge(session, first) == (200, {"num_feedback": 1, "finished": False})
+        assert (await post(session))[0] == 200
+        assert not finished.done()
+        assert await judge(session, {"score": -1}) == (200, {"num_feedback": 2, "finished": True})
+        assert await finished == (Feedback(score=0.5, comment="half right"), Feedback(score=-1.0))
+        assert (await post(session))[0] == 410
+        assert (await judge(session, {"score": 1}))[0] == 410
+        assert len(session.feedback) == 2
+
+
+async def test_waiting_for_the_end_may_be_given_up() -> None:
+    async with serving(ScriptedAgent()) as (_, session):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.finished(), 0.01)
+        await judge(session, {"score": 1})
+        assert await session.finished() == (Feedback(score=1.0),)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "score"),
+        ({"score": "good"}, "score"),
+        ({"score": True}, "score"),
+        ({"score": 1e7}, "score"),
+        ({"score": 10**400}, "score"),
+        ({"score": 1, "comment": 5}, "comment"),
+        ({"score": 1, "comment": "x" * (MAX_COMMENT_CHARS + 1)}, "comment"),
+        ({"score": 1, "finished": "yes"}, "finished"),
+        ({"score": 1, "stars": 5}, "stars"),
+    ],
+)
+async def test_feedback_that_cannot_be_read(body: Any, field: str) -> None:
+    async with serving(ScriptedAgent()) as (_, session):
+        status, answer = await judge(session, body)
+        assert (status, answer["error"]["param"]) == (400, field)
+        assert not session.feedback and not session.is_closed
+
+
+DEEP_FEEDBACK = [b'{"score": ' + b"[" * depth + b"]" * depth + b"}" for depth in range(700, 1000, 20)]
+
+
+@pytest.mark.parametrize("raw", [b"", b"[" * 100_000, b'{"score": NaN}', *DEEP_FEEDBACK])
+async def test_bodies_of_feedback_that_cannot_be_read(raw: bytes) -> None:
+    async with serving(ScriptedAgent()) as (_, session):
+        assert (await judge(session, raw))[0] == 400
+        assert not session.feedback
+
+
+async def test_verdicts_are_bounded() -> None:
+    async with serving(ScriptedAgent()) as (_, session):
+        for _ in range(64):
+            session.add_feedback(Feedback(score=1.0), is_last=False)
+        status, answer = await judge(session, {"score": 1})
+        assert (status, answer["error"]["param"]) == (400, "score")
+        assert len(session.feedback) == 64

@@ -1,7 +1,7 @@
-"""A real agent behind a session: what a client sends adds tokens to those that were sampled, no others."""
+"""Agents behind a session: what a client sends adds tokens to those that were sampled, no others."""
 
 import asyncio
-import json
+import threading
 from typing import Any
 
 import anthropic
@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from forgeasync.environments import (
+    BrokenToolCall,
     EpisodeAgent,
     FamilyRenderer,
     MessageRenderer,
@@ -17,114 +18,98 @@ from forgeasync.environments import (
     SessionServer,
     TemplateRenderer,
     ToolSpec,
+    Turn,
     TurnLimits,
     build_renderer,
 )
 from forgeasync.testing import ScriptedGenerator
+from tests.environments.sessions.apis import APIS, CHAT, MESSAGES, RESPONSES, Api
 from tests.support.chat import CHATML, make_tokenizer
 from tests.support.chat_families import family_tokenizer
-from tests.support.sessions import anthropic_client, openai_client
+from tests.support.openai_loop import run_tool_loop
+from tests.support.sessions import (
+    WEATHER,
+    Asking,
+    ScriptedAgent,
+    anthropic_client,
+    call,
+    openai_client,
+    say,
+    serving,
+)
 
-MAX_CONTEXT_LENGTH = 400
 
-
-class Chat:
+class Conversation:
     """A client that keeps its history in the form of its API."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, api: Api) -> None:
         self.session = session
+        self.api = api
         self.messages: list[Any] = []
         self.num_tokens: list[tuple[int, int]] = []
         """Before each turn, and of it, as the API says."""
 
     async def ask(self, text: str) -> str:
-        async with openai_client(self.session) as client:
-            self.messages.append({"role": "user", "content": text})
-            got = await client.chat.completions.create(model="m", messages=self.messages)
-        self.messages.append(got.choices[0].message)
-        self.num_tokens.append((got.usage.prompt_tokens, got.usage.completion_tokens))
-        return got.choices[0].message.content
+        self.messages.append({"role": "user", "content": text})
+        got = await self.api.ask(self.session, self.messages)
+        self.messages += self.api.said(got)
+        self.num_tokens.append(self.api.usage(got))
+        return self.api.text(got)
 
 
-class ResponsesChat(Chat):
+class ByPreviousId(Conversation):
+    """Only names what it continues."""
+
     async def ask(self, text: str) -> str:
-        async with openai_client(self.session) as client:
-            self.messages.append({"role": "user", "content": text})
-            got = await client.responses.create(model="m", input=self.messages)
-        self.messages += got.output
-        self.num_tokens.append((got.usage.input_tokens, got.usage.output_tokens))
-        return got.output_text
-
-
-class PreviousIdChat(Chat):
-    async def ask(self, text: str) -> str:
-        async with openai_client(self.session) as client:
-            previous = {"previous_response_id": self.messages[-1]} if self.messages else {}
-            got = await client.responses.create(model="m", input=text, **previous)
+        previous = {"previous_response_id": self.messages[-1]} if self.messages else {}
+        got = await RESPONSES.ask(self.session, text, **previous)
         self.messages.append(got.id)
-        self.num_tokens.append((got.usage.input_tokens, got.usage.output_tokens))
+        self.num_tokens.append(RESPONSES.usage(got))
         return got.output_text
 
 
-class AnthropicChat(Chat):
-    async def ask(self, text: str) -> str:
-        async with anthropic_client(self.session) as client:
-            self.messages.append({"role": "user", "content": text})
-            got = await client.messages.create(model="m", max_tokens=100, messages=self.messages)
-        self.messages.append({"role": "assistant", "content": got.content})
-        self.num_tokens.append((got.usage.input_tokens, got.usage.output_tokens))
-        return got.content[0].text
+def make_agent(model: ScriptedGenerator, renderer: MessageRenderer) -> EpisodeAgent:
+    limits = TurnLimits(max_turn_tokens=100, max_context_length=2000, max_turns=10)
+    return EpisodeAgent(model, renderer, limits)
 
 
-@pytest.mark.parametrize("kind", [Chat, ResponsesChat, PreviousIdChat, AnthropicChat])
-def test_a_conversation_is_one_growing_row_of_tokens(kind: type[Chat]) -> None:
+@pytest.mark.parametrize("api", [*APIS.values(), None], ids=[*APIS, "by previous id"])
+async def test_a_conversation_is_one_growing_row_of_tokens(api: Api | None) -> None:
     tokenizer = make_tokenizer(CHATML)
     model = ScriptedGenerator(tokenizer, ["four", "  no, <5>\n", "", "end"])
-    limits = TurnLimits(max_turn_tokens=50, max_context_length=MAX_CONTEXT_LENGTH, max_turns=10)
-    agent = EpisodeAgent(model, build_renderer(tokenizer, chat_template=True), limits)
-
-    async def test() -> Chat:
-        async with SessionServer() as server:
-            chat = kind(server.open(agent))
-            said = [await chat.ask(text) for text in ("2 + 2 =", "sure?", "well", "bye")]
-            assert said == ["four", "  no, <5>\n", "", "end"]
-            assert chat.session.counts.num_ours == 0 + 1 + 2 + 3
-            return chat
-
-    chat = asyncio.run(test())
+    agent = make_agent(model, build_renderer(tokenizer, chat_template=True))
+    async with SessionServer() as server:
+        session = server.open(agent)
+        talk = ByPreviousId(session, RESPONSES) if api is None else Conversation(session, api)
+        said = [await talk.ask(text) for text in ("2 + 2 =", "sure?", "well", "bye")]
+    assert said == ["four", "  no, <5>\n", "", "end"]
+    assert session.counts.num_ours == 0 + 1 + 2 + 3
     assert agent.num_rewritten == 0
     assert [request.after for request in model.requests] == [None, 0, 1, 2]
     for before, after in zip(model.paths, model.paths[1:], strict=False):
         assert after[: len(before)] == before
-    for path, (num_before, num_sampled) in zip(model.paths, chat.num_tokens, strict=True):
-        assert num_before + num_sampled == len(path)
+    assert [sum(numbers) for numbers in talk.num_tokens] == [len(path) for path in model.paths]
 
 
-def test_a_branch_and_a_history_that_was_rewritten() -> None:
+async def test_a_branch_and_a_history_that_was_rewritten() -> None:
     tokenizer = make_tokenizer(CHATML)
     model = ScriptedGenerator(tokenizer, ["one", "two", "three", "four"])
-    limits = TurnLimits(max_turn_tokens=50, max_context_length=MAX_CONTEXT_LENGTH, max_turns=10)
-    agent = EpisodeAgent(model, build_renderer(tokenizer, chat_template=True), limits)
-
-    async def test() -> None:
-        async with SessionServer() as server:
-            session = server.open(agent)
-            first, second = Chat(session), Chat(session)
-            await first.ask("count")
-            second.messages = list(first.messages)
-            await asyncio.gather(first.ask("on"), second.ask("further"))
-            second.messages[1] = {"role": "assistant", "content": "ONE"}
-            await second.ask("again")
-            assert session.counts.num_rewritten == 2
-
-    asyncio.run(test())
+    agent = make_agent(model, build_renderer(tokenizer, chat_template=True))
+    async with SessionServer() as server:
+        session = server.open(agent)
+        first, second = Conversation(session, CHAT), Conversation(session, CHAT)
+        await first.ask("count")
+        second.messages = list(first.messages)
+        await asyncio.gather(first.ask("on"), second.ask("further"))
+        second.messages[1] = {"role": "assistant", "content": "ONE"}
+        await second.ask("again")
+    assert session.counts.num_rewritten == 2
     # Two turns go on from the first one; what was changed begins anew.
     assert [request.after for request in model.requests] == [None, 0, 0, None]
     assert agent.num_rewritten == 1
 
 
 GET = {"type": "object", "properties": {"x": {"type": "integer"}}}
-NAMES = ("get_value", "set_value")
 NO_THOUGHTS = "<think>\n\n</think>\n\n"
 OPENINGS = {
     "qwen3": (
@@ -147,55 +132,17 @@ OPENINGS = {
 """What a call of either tool begins with, what one of ``set_value`` begins with, and how it goes on."""
 
 
-async def forced_chat(session: Session, name: str | None) -> tuple[str, Any, int, int]:
-    tools = [{"type": "function", "function": {"name": one, "parameters": GET}} for one in NAMES]
-    named = {"type": "function", "function": {"name": name}}
-    async with openai_client(session) as client:
-        got = await client.chat.completions.create(
-            model="m",
-            messages=[{"role": "user", "content": "set x"}],
-            tools=tools,
-            tool_choice="required" if name is None else named,
-        )
-    (called,) = got.choices[0].message.tool_calls
-    assert got.choices[0].finish_reason == "tool_calls"
-    called = called.function
-    return called.name, json.loads(called.arguments), got.usage.prompt_tokens, got.usage.completion_tokens
+def forced(api: Api, name: str | None) -> dict[str, Any]:
+    """A request that has one of two tools called."""
+    tools = [api.tool(name=one, parameters=GET) for one in ("get_value", "set_value")]
+    return {"messages": [{"role": "user", "content": "set x"}], "tools": tools, **api.forcing(name)}
 
 
-async def forced_responses(session: Session, name: str | None) -> tuple[str, Any, int, int]:
-    tools = [{"type": "function", "name": one, "parameters": GET} for one in NAMES]
-    async with openai_client(session) as client:
-        got = await client.responses.create(
-            model="m",
-            input="set x",
-            tools=tools,
-            tool_choice="required" if name is None else {"type": "function", "name": name},
-        )
-    (called,) = got.output
-    return called.name, json.loads(called.arguments), got.usage.input_tokens, got.usage.output_tokens
-
-
-async def forced_messages(session: Session, name: str | None) -> tuple[str, Any, int, int]:
-    async with anthropic_client(session) as client:
-        given: Any = {
-            "model": "m",
-            "messages": [{"role": "user", "content": "set x"}],
-            "tools": [{"name": one, "input_schema": GET} for one in NAMES],
-            "tool_choice": {"type": "any"} if name is None else {"type": "tool", "name": name},
-        }
-        counted = await client.messages.count_tokens(**given)
-        got = await client.messages.create(max_tokens=100, **given)
-    (called,) = got.content
-    assert got.usage.input_tokens == counted.input_tokens
-    return called.name, called.input, got.usage.input_tokens, got.usage.output_tokens
-
-
-@pytest.mark.parametrize("ask", [forced_chat, forced_responses, forced_messages])
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
 @pytest.mark.parametrize("name", [None, "set_value"])
 @pytest.mark.parametrize("family", OPENINGS)
-def test_a_forced_call_is_begun_by_given_tokens_and_sampled_to_its_end(
-    family: str, name: str | None, ask: Any
+async def test_a_forced_call_is_begun_by_given_tokens_and_sampled_to_its_end(
+    family: str, name: str | None, api: Api
 ) -> None:
     any_opening, opening, rest = OPENINGS[family]
     if name is None:
@@ -203,103 +150,196 @@ def test_a_forced_call_is_begun_by_given_tokens_and_sampled_to_its_end(
         opening = any_opening
     tokenizer = family_tokenizer(family)
     model = ScriptedGenerator(tokenizer, [rest, "done"])
-    limits = TurnLimits(max_turn_tokens=100, max_context_length=2000, max_turns=10)
-    agent = EpisodeAgent(model, FamilyRenderer(tokenizer, family), limits)
+    agent = make_agent(model, FamilyRenderer(tokenizer, family))
+    async with SessionServer() as server:
+        session = server.open(agent)
+        got = await api.ask(session, **forced(api, name))
+        if api is MESSAGES:
+            async with anthropic_client(session) as client:
+                counted = await client.messages.count_tokens(model="m", **forced(api, name))
+            assert counted.input_tokens == api.usage(got)[0]
+    assert api.calls(got) == [("set_value", {"x": 1})]
+    if api is CHAT:
+        assert got.choices[0].finish_reason == "tool_calls"
+    given = model.requests[0].given_ids.tolist()
+    assert tokenizer.decode(given).endswith(opening)
+    assert model.ids == given + model.ids[len(given) :]
+    # What was given counts as prompt, and what counts as sampled is what the generator has sampled.
+    assert api.usage(got) == (len(given), len(model.ids) - len(given))
+    # The next turn follows all of it.
+    turn = agent.turns[0]
+    result = {"role": "tool", "tool_call_id": "call_0", "content": "ok"}
+    await agent.respond([*turn.messages, result], turn.tools)
+    assert model.requests[1].after == 0 and agent.num_rewritten == 0
+    assert model.paths[1][: len(model.paths[0])] == model.paths[0]
+    first, second = (tokenizer.decode(path).count("set_value") for path in model.paths)
+    assert first == second
 
-    async def test() -> None:
-        async with SessionServer() as server:
-            session = server.open(agent)
-            called, arguments, num_before, num_sampled = await ask(session, name)
-        assert (called, arguments) == ("set_value", {"x": 1})
-        given = model.requests[0].given_ids.tolist()
-        assert tokenizer.decode(given).endswith(opening)
-        assert model.ids == given + model.ids[len(given) :]
-        # What was given counts as prompt, and what counts as sampled is what the generator has sampled.
-        assert (num_before, num_sampled) == (len(given), len(model.ids) - len(given))
-        # The next turn follows all of it.
-        turn = agent.turns[0]
-        result = {"role": "tool", "tool_call_id": "call_0", "content": "ok"}
-        await agent.respond([*turn.messages, result], turn.tools)
-        assert model.requests[1].after == 0 and agent.num_rewritten == 0
-        assert model.paths[1][: len(model.paths[0])] == model.paths[0]
-        assert tokenizer.decode(model.paths[0]).count("set_value") == tokenizer.decode(model.paths[1]).count(
-            "set_value"
-        )
 
-    asyncio.run(test())
-
-
-def test_a_forced_turn_of_a_history_that_was_rewritten_keeps_its_tokens() -> None:
+async def test_a_forced_turn_of_a_history_that_was_rewritten_keeps_its_tokens() -> None:
     tokenizer = family_tokenizer("qwen3")
     _, opening, rest = OPENINGS["qwen3"]
     model = ScriptedGenerator(tokenizer, [rest, "done"])
-    limits = TurnLimits(max_turn_tokens=100, max_context_length=2000, max_turns=10)
-    agent = EpisodeAgent(model, FamilyRenderer(tokenizer, "qwen3"), limits)
+    agent = make_agent(model, FamilyRenderer(tokenizer, "qwen3"))
     tools = [ToolSpec(name="set_value", description="", parameters=GET)]
-
-    async def test() -> None:
-        turn = await agent.respond("set x", tools, must_call=tools)
-        result = {"role": "tool", "tool_call_id": turn.tool_calls[0].id, "content": "ok"}
-        asked, inserted = ({"role": "user", "content": text} for text in ("set x", "please"))
-        await agent.respond([asked, inserted, turn.message, result], tools)
-        assert (agent.num_rewritten, agent.num_from_text) == (1, 0)
-        said = agent.turns[0].kept.said.ids_T.tolist()
-        assert tokenizer.decode(said).startswith(opening + rest)
-        assert model.paths[0][-len(said) :] == said
-        given = model.requests[1].given_ids.tolist()
-        assert any(given[start : start + len(said)] == said for start in range(len(given)))
-
-    asyncio.run(test())
+    turn = await agent.respond("set x", tools, must_call=tools)
+    result = {"role": "tool", "tool_call_id": turn.tool_calls[0].id, "content": "ok"}
+    asked, inserted = ({"role": "user", "content": text} for text in ("set x", "please"))
+    await agent.respond([asked, inserted, turn.message, result], tools)
+    assert (agent.num_rewritten, agent.num_from_text) == (1, 0)
+    said = agent.turns[0].kept.said.ids_T.tolist()
+    assert tokenizer.decode(said).startswith(opening + rest)
+    assert model.paths[0][-len(said) :] == said
+    given = model.requests[1].given_ids.tolist()
+    assert any(given[start : start + len(said)] == said for start in range(len(given)))
 
 
 @pytest.mark.parametrize("kind", [PlainRenderer, TemplateRenderer])
-def test_a_call_is_not_forced_where_the_format_has_none(kind: Any) -> None:
+async def test_a_call_is_not_forced_where_the_format_has_none(kind: Any) -> None:
     tokenizer = make_tokenizer(CHATML)
     model = ScriptedGenerator(tokenizer, ["x"])
-    limits = TurnLimits(max_turn_tokens=50, max_context_length=MAX_CONTEXT_LENGTH, max_turns=10)
-    renderer: MessageRenderer = kind(tokenizer)
-    agent = EpisodeAgent(model, renderer, limits)
-
-    async def test() -> None:
-        async with SessionServer() as server:
-            with pytest.raises(openai.BadRequestError, match="leave the choice of tools") as caught:
-                await forced_chat(server.open(agent), None)
-            assert caught.value.param == "tool_choice"
-        assert not model.requests
-
-    asyncio.run(test())
+    agent = make_agent(model, kind(tokenizer))
+    async with SessionServer() as server:
+        with pytest.raises(openai.BadRequestError, match="leave the choice of tools") as caught:
+            await CHAT.ask(server.open(agent), **forced(CHAT, None))
+        assert caught.value.param == "tool_choice"
+    assert not model.requests
 
 
-def test_tokens_are_counted_as_a_turn_would_have_them() -> None:
+async def test_tokens_are_counted_as_a_turn_would_have_them() -> None:
     tokenizer = make_tokenizer(CHATML)
     # Text that the tokenizer would cut otherwise if it were tokenized again.
     model = ScriptedGenerator(tokenizer, ["four", "  no, <5>\n"])
-    limits = TurnLimits(max_turn_tokens=50, max_context_length=MAX_CONTEXT_LENGTH, max_turns=10)
-    agent = EpisodeAgent(model, build_renderer(tokenizer, chat_template=True), limits)
+    agent = make_agent(model, build_renderer(tokenizer, chat_template=True))
+    async with SessionServer() as server:
+        chat = Conversation(server.open(agent), MESSAGES)
+        async with anthropic_client(chat.session) as client:
+            for text in ("2 + 2 =", "sure?"):
+                asked = [*chat.messages, {"role": "user", "content": text}]
+                counted = [
+                    (await client.messages.count_tokens(model="m", messages=asked)).input_tokens
+                    for _ in range(2)
+                ]
+                await chat.ask(text)
+                assert counted == [chat.num_tokens[-1][0]] * 2
+            changed = [{"role": "user", "content": "3 + 3 ="}, *chat.messages[1:], asked[-1]]
+            await client.messages.count_tokens(model="m", messages=changed)
+            with pytest.raises(anthropic.BadRequestError, match="messages is empty"):
+                await client.messages.count_tokens(model="m", messages=[])
+            raw = await client.messages.with_raw_response.count_tokens(
+                model="m", messages=asked, extra_body={"of_next_year": 1}
+            )
+            assert raw.headers["x-forgeasync-ignored"] == "of_next_year"
+        counts = chat.session.counts
+        assert (counts.num_requests, counts.num_turns) == (2, 2)
+        assert (counts.num_ours, counts.num_rewritten) == (1, 0)
+    assert (len(model.requests), agent.num_rewritten, agent.num_from_text) == (2, 0, 0)
 
-    async def test() -> None:
+
+# ---- agents that bring their own loop
+
+
+SCHEMAS = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+CITIES = {"Oslo": "rain", "Rome": "sun"}
+
+TURNS = [
+    say("First Oslo.", reasoning="Which first?", tool_calls=(call("call_0", city="Oslo"),)),
+    say("", reasoning="Now both.", tool_calls=(call("call_0", city="Rome"), call("call_1", city="Paris"))),
+    say("", tool_calls=(call("call_0", name="invented", x="1"),)),
+    say("Rome."),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tool_loop_over_four_turns(stream: bool) -> None:
+    agent = ScriptedAgent(TURNS)
+    async with serving(agent) as (_, session):
+        answer = await run_tool_loop(
+            session.base_url,
+            session.api_key,
+            "Where is the sun?",
+            {"weather": lambda city: CITIES[city]},
+            SCHEMAS,
+            stream=stream,
+        )
+    assert answer == "Rome."
+    assert len(agent.calls) == 4
+    for number, asking in enumerate(agent.calls):
+        ours = [message for message in asking.messages if message["role"] == "assistant"]
+        assert ours == [turn.message for turn in TURNS[:number]]
+        # What is new comes after all that was there.
+        if number:
+            before = agent.calls[number - 1].messages
+            assert asking.messages[: len(before)] == before
+    results = [message["content"] for message in agent.calls[3].messages if message["role"] == "tool"]
+    assert results == ["rain", "sun", "error: KeyError('Paris')", "error: KeyError('invented')"]
+    assert (session.counts.num_ours, session.counts.num_rewritten) == (6, 0)
+
+
+async def test_sub_agents_overlap_in_one_session() -> None:
+    """Twenty conversations at once, each of three turns, keep apart."""
+
+    def answer(asking: Asking) -> Turn:
+        said = [message for message in asking.messages if message["role"] == "assistant"]
+        name = asking.messages[0]["content"]
+        broken = BrokenToolCall(text="<tool_call>", problem="cut off")
+        return say(f"{name}.{len(said)}", reasoning=f"r{asking.number}", broken_tool_calls=(broken,))
+
+    async def sub_agent(client: openai.AsyncOpenAI, name: str) -> list[str]:
+        messages: list[Any] = [{"role": "user", "content": name}]
+        for _ in range(3):
+            got = await client.chat.completions.create(model="m", messages=messages)
+            text = got.choices[0].message.content
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+        return [message["content"] for message in messages[1::2]]
+
+    agent = ScriptedAgent(answer=answer)
+    async with serving(agent) as (_, session), openai_client(session) as client:
+        names = [f"agent {index % 10}" for index in range(20)]  # Two of each name.
+        got = await asyncio.gather(*(sub_agent(client, name) for name in names))
+    for name, texts in zip(names, got, strict=True):
+        assert texts == [f"{name}.{index}\n<tool_call>" for index in range(3)]
+    assert len(agent.calls) == 60
+    assert (session.counts.num_ours, session.counts.num_rewritten) == (60, 0)
+    for asking in agent.calls:
+        for message in asking.messages[1::2]:
+            # The turn's own message: without the text of the broken call, with its thoughts.
+            assert "<tool_call>" not in message["content"]
+            assert message["reasoning_content"].startswith("r")
+    # Sub-agents of one name are told the same, and drop the thoughts that set their turns apart. Each
+    # goes on from turns of one conversation, and no turn is gone on from twice.
+    later = [asking.messages for asking in agent.calls if len(asking.messages) > 1]
+    last = [int(messages[-2]["reasoning_content"][1:]) for messages in later]
+    assert len(set(last)) == len(last) == 40
+    for number, messages in zip(last, later, strict=True):
+        assert agent.calls[number - 1].messages == messages[:-2]
+
+
+async def test_an_agent_of_another_thread() -> None:
+    """A session is opened, waited for and closed on a loop that is not the server's."""
+    started, stop = threading.Event(), threading.Event()
+    servers: list[SessionServer] = []
+
+    async def serve() -> None:
         async with SessionServer() as server:
-            chat = AnthropicChat(server.open(agent))
-            async with anthropic_client(chat.session) as client:
-                for text in ("2 + 2 =", "sure?"):
-                    asked = [*chat.messages, {"role": "user", "content": text}]
-                    counted = [
-                        (await client.messages.count_tokens(model="m", messages=asked)).input_tokens
-                        for _ in range(2)
-                    ]
-                    await chat.ask(text)
-                    assert counted == [chat.num_tokens[-1][0]] * 2
-                changed = [{"role": "user", "content": "3 + 3 ="}, *chat.messages[1:], asked[-1]]
-                await client.messages.count_tokens(model="m", messages=changed)
-                with pytest.raises(anthropic.BadRequestError, match="messages is empty"):
-                    await client.messages.count_tokens(model="m", messages=[])
-                raw = await client.messages.with_raw_response.count_tokens(
-                    model="m", messages=asked, extra_body={"of_next_year": 1}
-                )
-                assert raw.headers["x-forgeasync-ignored"] == "of_next_year"
-            counts = chat.session.counts
-            assert (counts.num_requests, counts.num_turns) == (2, 2)
-            assert (counts.num_ours, counts.num_rewritten) == (1, 0)
-        assert (len(model.requests), agent.num_rewritten, agent.num_from_text) == (2, 0, 0)
+            servers.append(server)
+            started.set()
+            while not stop.is_set():
+                await asyncio.sleep(0.005)
 
-    asyncio.run(test())
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        started.wait()
+        session = servers[0].open(ScriptedAgent([say("hello")]))
+        async with openai_client(session) as client:
+            asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+            got = await client.chat.completions.create(**asked)
+            assert got.choices[0].message.content == "hello"
+            session.close()
+            assert await session.finished() == ()
+            with pytest.raises(openai.APIStatusError, match="this session is closed"):
+                await client.chat.completions.create(**asked)
+    finally:
+        stop.set()
+        thread.join()

@@ -1,16 +1,11 @@
 """Fields that no endpoint knows: a newer client library goes on working, and what it asked for is named."""
 
-import asyncio
 import copy
-import json
-import logging
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import anthropic.types
-import anthropic.types.beta
 import openai.types.chat as chat
 import openai.types.responses as responses
 import pytest
@@ -20,176 +15,89 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from openai.types.responses.response_input_param import FunctionCallOutput
 from openai.types.shared_params import FunctionDefinition
 
-from forgeasync.environments import (
-    MAX_UNKNOWN_CHARS,
-    MAX_UNKNOWN_NAMES,
-    AnthropicMessages,
-    ChatCompletions,
-    Dialect,
-    RequestError,
-    Responses,
-    Session,
-)
+from forgeasync.environments import MAX_UNKNOWN_CHARS, MAX_UNKNOWN_NAMES, RequestError
 from forgeasync.observability import SESSION_COUNTS
-from tests.support.sessions import (
-    WEATHER,
-    ScriptedAgent,
-    anthropic_client,
-    openai_client,
-    say,
-    serving,
-)
+from tests.environments.sessions.apis import APIS, CHAT, MESSAGES, RESPONSES, USER, Api
+from tests.support.sessions import ScriptedAgent, say, serving
 
 HEADER = "x-forgeasync-ignored"
 NEXT_YEAR = {"field_of_next_year": {"level": 3}}
-USER: Any = {"role": "user", "content": "hi"}
-
-
-async def chat_headers(session: Session, **more: Any) -> Mapping[str, str]:
-    async with openai_client(session) as client:
-        raw = await client.chat.completions.with_raw_response.create(model="m", messages=[USER], **more)
-        parsed = raw.parse()
-        if more.get("stream"):
-            pieces = [chunk.choices[0].delta.content or "" async for chunk in parsed]
-            assert "".join(pieces) == "ok"
-        else:
-            assert parsed.choices[0].message.content == "ok"
-        return raw.headers
-
-
-async def responses_headers(session: Session, **more: Any) -> Mapping[str, str]:
-    async with openai_client(session) as client:
-        raw = await client.responses.with_raw_response.create(model="m", input="hi", **more)
-        parsed = raw.parse()
-        if more.get("stream"):
-            events = [event async for event in parsed]
-            assert events[-1].response.output_text == "ok"
-        else:
-            assert parsed.output_text == "ok"
-        return raw.headers
-
-
-async def messages_headers(session: Session, **more: Any) -> Mapping[str, str]:
-    async with anthropic_client(session) as client:
-        raw = await client.messages.with_raw_response.create(model="m", max_tokens=5, messages=[USER], **more)
-        parsed = await raw.parse()
-        if more.get("stream"):
-            events = [event async for event in parsed]
-            assert "".join(one.delta.text for one in events if one.type == "content_block_delta") == "ok"
-        else:
-            assert parsed.content[0].text == "ok"
-        return raw.headers
-
-
-SDKS: dict[str, Callable[..., Any]] = {
-    "chat": chat_headers,
-    "responses": responses_headers,
-    "messages": messages_headers,
-}
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("sdk", SDKS)
-def test_a_field_of_the_next_sdk_is_ignored_named_and_counted(
-    sdk: str, stream: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+async def test_a_field_of_the_next_sdk_is_ignored_named_and_counted(
+    api: Api, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    more = {"stream": True} if stream else {}
-    with_sampling = {"temperature": 0.5, "field_of_next_year": 1}
-
-    async def test() -> None:
-        agent = ScriptedAgent(answer=lambda _: say("ok"))
-        async with serving(agent) as (_, session):
-            plain = await SDKS[sdk](session, **more)
-            assert HEADER not in plain
-            for _ in range(2):
-                headers = await SDKS[sdk](session, **more, extra_body=NEXT_YEAR)
-                assert headers[HEADER] == "field_of_next_year"
-            both = await SDKS[sdk](session, **more, extra_body=with_sampling)
-            assert both[HEADER] == "temperature, field_of_next_year"
-        assert session.counts.num_refused == 0
-        assert (session.counts.num_with_unknown_fields, session.counts.num_not_honoured) == (3, 1)
-        assert agent.calls[0].messages == agent.calls[1].messages == ({"role": "user", "content": "hi"},)
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(test())
+    async with serving(agent := ScriptedAgent(answer=lambda _: say("ok"))) as (_, session):
+        assert api.text(await api.ask(session, [USER], stream=stream, extra_body=NEXT_YEAR)) == "ok"
+        for fields, named in [
+            ({}, None),
+            (NEXT_YEAR, "field_of_next_year"),
+            ({"temperature": 0.5, **NEXT_YEAR}, "temperature, field_of_next_year"),
+        ]:
+            _, answer = await api.post(session, api.body([USER], stream=stream, **fields))
+            assert answer.headers.get(HEADER) == named
+    counts = session.counts
+    assert (counts.num_refused, counts.num_with_unknown_fields, counts.num_not_honoured) == (0, 3, 1)
+    assert "num_with_unknown_fields" in SESSION_COUNTS, "it is a metric"
+    assert [one.messages for one in agent.calls] == [(USER,)] * 4
     said = [one.getMessage() for one in caplog.records if "which no endpoint knows" in one.getMessage()]
     assert len(said) == 1 and "field_of_next_year" in said[0]
 
 
-def test_the_count_is_a_metric() -> None:
-    assert "num_with_unknown_fields" in SESSION_COUNTS
-
-
-FUNCTION = {"name": "weather", "description": "Says how the weather is.", "parameters": WEATHER}
-BODIES: dict[str, tuple[Dialect, dict[str, Any]]] = {
-    "chat": (
-        ChatCompletions(),
-        {
-            "model": "m",
-            "stream_options": {"include_usage": True},
-            "tools": [{"type": "function", "function": FUNCTION}],
-            "messages": [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": [{"type": "text", "text": "a"}]},
-                {
-                    "role": "assistant",
-                    "content": "b",
-                    "tool_calls": [
-                        {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-                    ],
-                },
-                {"role": "tool", "tool_call_id": "c", "content": "rain"},
-            ],
-        },
-    ),
-    "responses": (
-        Responses(),
-        {
-            "model": "m",
-            "stream_options": {"include_obfuscation": False},
-            "text": {"format": {"type": "text"}},
-            "tools": [{"type": "function", **FUNCTION}],
-            "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
-                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "r"}]},
-                {"role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
-                {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": "rain"},
-            ],
-        },
-    ),
-    "messages": (
-        AnthropicMessages(),
-        {
-            "model": "m",
-            "max_tokens": 5,
-            "system": [{"type": "text", "text": "Be brief."}],
-            "tool_choice": {"type": "auto"},
-            "output_config": {"effort": "low"},
-            "tools": [{"name": "weather", "description": "d", "input_schema": WEATHER}],
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "a"}]},
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "thinking", "thinking": "r", "signature": "s"},
-                        {"type": "text", "text": "b"},
-                        {"type": "tool_use", "id": "c", "name": "weather", "input": {}},
-                    ],
-                },
-                {
-                    "role": "user",
-                    "content": [
-                        {
-                            "type": "tool_result",
-                            "tool_use_id": "c",
-                            "content": [{"type": "text", "text": "rain"}],
-                        }
-                    ],
-                },
-            ],
-        },
-    ),
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "rain"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "chat": {
+        "model": "m",
+        "stream_options": {"include_usage": True},
+        "tools": [CHAT.tool()],
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {
+                "role": "assistant",
+                "content": "b",
+                "tool_calls": [
+                    {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c", "content": "rain"},
+        ],
+    },
+    "responses": {
+        "model": "m",
+        "stream_options": {"include_obfuscation": False},
+        "text": {"format": {"type": "text"}},
+        "tools": [RESPONSES.tool()],
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "r"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+            {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "rain"},
+        ],
+    },
+    "messages": {
+        "model": "m",
+        "max_tokens": 5,
+        "system": [{"type": "text", "text": "Be brief."}],
+        "tool_choice": {"type": "auto"},
+        "output_config": {"effort": "low"},
+        "tools": [MESSAGES.tool()],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "r", "signature": "s"},
+                    {"type": "text", "text": "b"},
+                    {"type": "tool_use", "id": "c", "name": "weather", "input": {}},
+                ],
+            },
+            {"role": "user", "content": [RESULT]},
+        ],
+    },
 }
 
 NOT_READ = {"parameters", "input_schema", "input", "arguments", "properties", "format"}
@@ -211,7 +119,7 @@ def objects(value: Any, place: str = "", name: str = "") -> Any:
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_a_field_at_any_depth_is_ignored_and_named(kind: str) -> None:
-    api, body = BODIES[kind]
+    api, body = APIS[kind].dialect, BODIES[kind]
     plain = api.read(body)
     assert plain.unknown == ()
     places = [place for place, _ in objects(body)]
@@ -242,7 +150,7 @@ def test_a_field_at_any_depth_is_ignored_and_named(kind: str) -> None:
 def test_a_kind_of_next_year_is_refused_since_the_model_would_not_be_shown_it(
     kind: str, place: tuple[str | int, ...]
 ) -> None:
-    api, body = BODIES[kind]
+    api, body = APIS[kind].dialect, BODIES[kind]
     changed = copy.deepcopy(body)
     inside: Any = changed
     for step in place[:-1]:
@@ -290,7 +198,7 @@ def test_every_field_of_the_sdk_is_known(
     kind: str, params: Any, not_sent: str, find: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
     """Each is served, named as not honoured, without effect, or refused by its name; none by accident."""
-    api, body = BODIES[kind]
+    api, body = APIS[kind].dialect, BODIES[kind]
     for name in typing.get_type_hints(params).keys() - {not_sent}:
         changed = copy.deepcopy(body)
         find(changed).setdefault(name, {"a": "value"})
@@ -322,47 +230,19 @@ HOSTILE = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_name_cannot_leave_its_header(
+async def test_a_hostile_name_cannot_leave_its_header(
     name: str, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     fields, shown = HOSTILE[name]
-
-    async def test() -> None:
-        async with (
-            serving(ScriptedAgent([say("ok")])) as (_, session),
-            aiohttp.ClientSession(headers={"x-api-key": session.api_key}) as client,
-        ):
-            body = json.dumps({"model": "m", "messages": [USER], "stream": stream, **fields})
-            async with client.post(session.base_url + "/chat/completions", data=body) as answer:
-                assert answer.status == 200
-                assert answer.headers[HEADER] == shown
-                assert "set-cookie" not in answer.headers
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(test())
+    async with serving(ScriptedAgent([say("ok")])) as (_, session):
+        _, answer = await CHAT.post(session, CHAT.body([USER], stream=stream, **fields))
+    assert (answer.status, answer.headers[HEADER]) == (200, shown)
+    assert "set-cookie" not in answer.headers
     (said,) = [one.getMessage() for one in caplog.records if "which no endpoint knows" in one.getMessage()]
     assert shown in said and "\n" not in said
 
 
 def test_the_same_field_of_many_messages_is_named_once() -> None:
     messages = [USER | {"weight": index} for index in range(1000)]
-    asked = ChatCompletions().read({"model": "m", "messages": messages, "weight": 1})
+    asked = CHAT.dialect.read(CHAT.body(messages, weight=1))
     assert asked.unknown == ("messages[].weight", "weight")
-
-
-def test_what_is_our_own_api_refuses_what_it_does_not_know() -> None:
-    """A word that is misspelled there would end a session."""
-
-    async def test() -> None:
-        async with (
-            serving(ScriptedAgent()) as (_, session),
-            aiohttp.ClientSession(headers={"x-api-key": session.api_key}) as client,
-            client.post(
-                session.anthropic_base_url + "/feedback", json={"score": 1, "finsihed": False}
-            ) as answer,
-        ):
-            assert answer.status == 400
-            assert (await answer.json())["error"]["param"] == "finsihed"
-            assert not session.is_closed
-
-    asyncio.run(test())

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,46 +32,28 @@ COMMAND = (sys.executable, "-m", "tests.support.mcp_server")
 STDIO = StdioServer(command=COMMAND, env={"PYTHONPATH": str(REPOSITORY)})
 
 LONG_S = 1e6
-"""No test waits so long, by whatever clock."""
+"""No test waits so long, by whatever hand_time."""
 
 Call = Callable[..., Awaitable[ToolResult]]
 
 
-def use(
-    servers: dict[str, McpServerSection],
-    conversation: Callable[[Call], Awaitable[None]],
-    *,
-    run: Callable[..., Any] = asyncio.run,
-    **options: Any,
-) -> tuple[str, ...]:
-    """Have a conversation with the tools of servers; returns the names of the tools.
+@contextlib.asynccontextmanager
+async def tools_of(servers: dict[str, McpServerSection], **options: Any) -> AsyncIterator[Call]:
+    """What calls the tools of servers; ``options`` are those of a toolbox."""
+    async with McpTools(servers, start_s=LONG_S) as mcp:
+        toolbox = Toolbox(mcp.tools, **options)
 
-    ``run`` runs it: on a clock of its own, say.
-    """
+        async def call(name: str, *, limit_s: float = LONG_S, **arguments: Any) -> ToolResult:
+            return await toolbox.call(ToolCall(id="call_0", name=name, arguments=arguments), limit_s=limit_s)
 
-    async def go() -> tuple[str, ...]:
-        async with McpTools(servers, start_s=LONG_S) as mcp:
-            toolbox = Toolbox(mcp.tools, **options)
-
-            async def call(name: str, *, limit_s: float = LONG_S, **arguments: Any) -> ToolResult:
-                return await toolbox.call(
-                    ToolCall(id="call_0", name=name, arguments=arguments), limit_s=limit_s
-                )
-
-            await conversation(call)
-            return tuple(spec.name for spec in toolbox.specs)
-
-    return run(go())
+        yield call
 
 
 @contextlib.contextmanager
 def http_server() -> Iterator[tuple[HttpServer, subprocess.Popen[bytes]]]:
     port = free_port()
     process = subprocess.Popen(
-        [*COMMAND, "--port", str(port)],
-        cwd=REPOSITORY,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        [*COMMAND, "--port", str(port)], cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         while True:
@@ -86,19 +68,19 @@ def http_server() -> Iterator[tuple[HttpServer, subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def test_calls_of_a_server_over_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_of_a_server_over_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "x")
     monkeypatch.setenv(RUN_MARK, "0" * 32)
     monkeypatch.setattr(mcp_servers, "PROBE_S", LONG_S)
-
-    async def conversation(call: Call) -> None:
+    async with tools_of({"tests": STDIO}, max_characters=1000) as call:
         added = await call("add", a=2, b=3)
         assert (added.status, added.content) == (ToolStatus.OK, "5")
         wrong = await call("add", a="two")
         assert wrong.status is ToolStatus.FAILED and "valid integer" in wrong.content
         failed = await call("fail")
         assert failed.status is ToolStatus.FAILED and "Traceback" not in failed.content
-        assert (await call("none")).status is ToolStatus.UNKNOWN_TOOL
+        unknown = await call("none")
+        assert unknown.status is ToolStatus.UNKNOWN_TOOL and "tools: add, remember" in unknown.content
         names = (await call("environment")).content.split()
         expected = {"FORGEASYNC_MCP_SERVER", RUN_MARK, "HOME", "LANG", "PATH", "PYTHONPATH", "TMPDIR"}
         assert set(names) == expected
@@ -110,21 +92,15 @@ def test_calls_of_a_server_over_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (await call("wait", limit_s=0.3)).status is ToolStatus.TIMEOUT
         assert (await call("remember", word="b")).content == "a b"
 
-    names = use({"tests": STDIO}, conversation, max_characters=1000)
-    assert names[:2] == ("add", "remember")
 
-
-def test_all_processes_of_a_server_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_processes_of_a_server_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A place of its own: servers of other tests have folders among temporary files, too.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     pids: list[int] = []
-
-    async def conversation(call: Call) -> None:
+    async with tools_of({"tests": STDIO}) as call:
         pids.append(int((await call("spawn")).content))
         assert is_running(pids[0])
         assert list(tmp_path.glob("forgeasync-mcp-*"))
-
-    use({"tests": STDIO}, conversation)
     assert not is_running(pids[0])
     assert not list(tmp_path.glob("forgeasync-mcp-*"))
 
@@ -135,13 +111,14 @@ def test_a_process_that_a_server_leaves_behind_holds_no_pipes_of_ours(tmp_path: 
     leave = f"(setsid env -i sh -c 'echo $$ > {left}; exec sleep 600' &)"
     stdio = StdioServer(command=("sh", "-c", f"{leave}; exec {server}"), env=STDIO.env)
 
-    async def conversation(call: Call) -> None:
-        assert (await call("remember", word="a")).content == "a"
+    async def conversation() -> None:
+        async with tools_of({"tests": stdio}) as call:
+            assert (await call("remember", word="a")).content == "a"
 
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            use({"tests": stdio}, conversation)
+            asyncio.run(conversation())
             gc.collect()
         assert is_running(int(left.read_text()))
     finally:
@@ -149,51 +126,41 @@ def test_a_process_that_a_server_leaves_behind_holds_no_pipes_of_ours(tmp_path: 
     assert not [one for one in caught if issubclass(one.category, ResourceWarning)]
 
 
-def test_a_server_that_dies_is_started_again_once() -> None:
+async def test_a_server_that_dies_is_started_again_once() -> None:
     seen: list[ToolResult] = []
-
-    async def conversation(call: Call) -> None:
-        await call("remember", word="a")
-        # Both calls are answered, and one restart serves both.
-        seen.extend(await asyncio.gather(call("wait"), call("die")))
-        assert {result.status for result in seen} == {ToolStatus.SERVER_LOST}
-        after = await asyncio.gather(call("remember", word="b"), call("add", a=1, b=1))
-        assert [result.content for result in after] == ["b", "2"]
-        seen.extend(after)
-        assert (await call("die")).status is ToolStatus.SERVER_LOST
-        await call("add", a=1, b=1)
-
     with pytest.raises(EpisodeInterrupted, match=r"'tests' was lost again: .*exit code 3: out of memory"):
-        use({"tests": STDIO}, conversation)
+        async with tools_of({"tests": STDIO}) as call:
+            await call("remember", word="a")
+            # Both calls are answered, and one restart serves both.
+            seen.extend(await asyncio.gather(call("wait"), call("die")))
+            assert {result.status for result in seen} == {ToolStatus.SERVER_LOST}
+            after = await asyncio.gather(call("remember", word="b"), call("add", a=1, b=1))
+            assert [result.content for result in after] == ["b", "2"]
+            seen.extend(after)
+            assert (await call("die")).status is ToolStatus.SERVER_LOST
+            await call("add", a=1, b=1)
     assert len(seen) == 4
     assert "without what it held in memory" in seen[0].content
 
 
-def test_a_server_that_hangs_is_started_again(tmp_path: Path) -> None:
-    clock = HandTime()
-
-    async def conversation(call: Call) -> None:
+async def test_a_server_that_hangs_is_started_again(tmp_path: Path, hand_time: HandTime) -> None:
+    async with tools_of({"tests": STDIO}) as call:
         await call("remember", word="a")
         hanging = asyncio.ensure_future(call("hang", marker=str(tmp_path / "hangs"), limit_s=3.0))
-        await clock.stand_until((tmp_path / "hangs").exists)
-        await clock.pass_until(hanging.done)
+        await hand_time.stand_until((tmp_path / "hangs").exists)
+        await hand_time.pass_until(hanging.done)
         assert (await hanging).status is ToolStatus.TIMEOUT
         again = asyncio.ensure_future(call("remember", word="b"))
-        await clock.pass_until(again.done)
+        await hand_time.pass_until(again.done)
         assert (await again).content == "b"
 
-    use({"tests": STDIO}, conversation, run=clock.run)
 
-
-def test_a_server_that_floods_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_floods_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_servers, "MAX_MESSAGE_BYTES", 100_000)
-
-    async def conversation(call: Call) -> None:
+    async with tools_of({"tests": STDIO}, max_characters=10**9) as call:
         assert (await call("flood", num=30_000)).status is ToolStatus.OK
         assert (await call("flood", num=200_000)).status is ToolStatus.SERVER_LOST
         assert (await call("add", a=1, b=1)).content == "2"
-
-    use({"tests": STDIO}, conversation, max_characters=10**9)
 
 
 @pytest.mark.parametrize(
@@ -206,33 +173,28 @@ def test_a_server_that_floods_is_killed(monkeypatch: pytest.MonkeyPatch) -> None
         ((sys.executable, "-c", "import time; time.sleep(600)"), "did not come up within 1 s"),
     ],
 )
-def test_a_server_that_does_not_come_up_interrupts_the_episode(command: tuple[str, ...], told: str) -> None:
-    async def go() -> None:
-        async with McpTools(
-            {"tests": StdioServer(command=command)}, start_s=1.0 if "sleep" in command[-1] else LONG_S
-        ):
-            pass
-
+async def test_a_server_that_does_not_come_up_interrupts_the_episode(
+    command: tuple[str, ...], told: str
+) -> None:
+    start_s = 1.0 if "sleep" in command[-1] else LONG_S
     with pytest.raises(EpisodeInterrupted, match="'tests' cannot be used: ") as caught:
-        asyncio.run(go())
+        async with McpTools({"tests": StdioServer(command=command)}, start_s=start_s):
+            pass
     assert told in str(caught.value)
 
 
-def test_calls_of_two_servers_one_of_them_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_of_two_servers_one_of_them_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_servers, "MAX_RESPONSE_BYTES", 200_000)
     monkeypatch.setattr(mcp_servers, "PROBE_S", LONG_S)
     with http_server() as (section, process):
-
-        async def conversation(call: Call) -> None:
-            assert (await call("far__remember", word="a")).content == "a"
-            assert (await call("near__remember", word="b")).content == "b"
-            assert (await call("far__wait", limit_s=0.3)).status is ToolStatus.TIMEOUT
-            assert (await call("far__remember", word="c")).content == "a c"
-            assert (await call("far__flood", num=1_000_000)).status is ToolStatus.SERVER_LOST
-            process.kill()
-            process.wait()
-            await call("far__add", a=1, b=1)
-            await call("far__add", a=1, b=1)
-
         with pytest.raises(EpisodeInterrupted, match="'far' cannot be used: ConnectError"):
-            use({"far": section, "near": STDIO}, conversation)
+            async with tools_of({"far": section, "near": STDIO}) as call:
+                assert (await call("far__remember", word="a")).content == "a"
+                assert (await call("near__remember", word="b")).content == "b"
+                assert (await call("far__wait", limit_s=0.3)).status is ToolStatus.TIMEOUT
+                assert (await call("far__remember", word="c")).content == "a c"
+                assert (await call("far__flood", num=1_000_000)).status is ToolStatus.SERVER_LOST
+                process.kill()
+                process.wait()
+                await call("far__add", a=1, b=1)
+                await call("far__add", a=1, b=1)

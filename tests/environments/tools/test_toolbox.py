@@ -47,23 +47,15 @@ def call(name: str, number: int = 0, **arguments: Any) -> ToolCall:
     return ToolCall(id=f"call_{number}", name=name, arguments=arguments)
 
 
-def answer(function: Callable[..., object], limit_s: float = 300.0, **arguments: Any) -> ToolResult:
-    return run(function, limit_s=limit_s, **arguments)
-
-
 def run(
-    function: Callable[..., object],
-    *,
-    limit_s: float = 300.0,
-    max_characters: int = 1000,
-    **arguments: Any,
+    function: Callable[..., object], *, limit_s: float = 300.0, max_characters: int = 1000, **arguments: Any
 ) -> ToolResult:
     toolbox = Toolbox([Tool.from_function(function)], max_characters=max_characters)
     return asyncio.run(toolbox.call(call(function.__name__, **arguments), limit_s=limit_s))
 
 
 def test_a_call_is_answered_with_its_result() -> None:
-    result = answer(add, a=2, b=3)
+    result = run(add, a=2, b=3)
     assert (result.status, result.content, result.num_cut_characters) == (ToolStatus.OK, "5", 0)
     assert result.message == {"role": "tool", "tool_call_id": "call_0", "content": "5"}
 
@@ -73,19 +65,19 @@ def test_results_are_text_or_json() -> None:
         """Give something."""
         return {"text": "a\nb", "none": None, "list": [1, {"é": 2.5}], "odd": {"where": threading}}[kind]
 
-    assert answer(give, kind="text").content == "a\nb"
-    assert answer(give, kind="none").content == ""
-    assert answer(give, kind="list").content == '[1,{"é":2.5}]'
-    assert "module 'threading'" in answer(give, kind="odd").content
+    assert run(give, kind="text").content == "a\nb"
+    assert run(give, kind="none").content == ""
+    assert run(give, kind="list").content == '[1,{"é":2.5}]'
+    assert "module 'threading'" in run(give, kind="odd").content
 
 
-def test_what_the_model_does_wrong_is_told() -> None:
+async def test_what_the_model_does_wrong_is_told() -> None:
     toolbox = Toolbox([Tool.from_function(add)])
-    unknown = asyncio.run(toolbox.call(call("subtract" * 1000), limit_s=1.0))
+    unknown = await toolbox.call(call("subtract" * 1000), limit_s=1.0)
     assert unknown.status is ToolStatus.UNKNOWN_TOOL
     assert "there is no tool 'subtract" in unknown.content and "tools: add" in unknown.content
     assert len(unknown.content) < 300
-    wrong = asyncio.run(toolbox.call(call("add", a="2", c=1), limit_s=1.0))
+    wrong = await toolbox.call(call("add", a="2", c=1), limit_s=1.0)
     assert wrong.status is ToolStatus.BAD_ARGUMENTS
     assert all(word in wrong.content for word in ("'a'", "'b' is missing", "no argument 'c'"))
 
@@ -114,7 +106,7 @@ async def raises_later(kind: str) -> str:
 
 @pytest.mark.parametrize("function", [raises, raises_later])
 def test_what_a_tool_raises_is_told_without_a_traceback(function: Callable[[str], object]) -> None:
-    results = {kind: answer(function, kind=kind) for kind in ("own", "failed", "exit", "stop", "cancelled")}
+    results = {kind: run(function, kind=kind) for kind in ("own", "failed", "exit", "stop", "cancelled")}
     assert {result.status for result in results.values()} == {ToolStatus.FAILED}
     assert results["own"].content == "Named: no such\nrow"
     assert results["failed"].content == "the shop is closed"
@@ -129,7 +121,7 @@ def test_a_tool_can_end_the_episode(error: Exception) -> None:
         raise error
 
     with pytest.raises(type(error), match=str(error)):
-        answer(ends)
+        run(ends)
 
 
 def test_what_a_tool_says_is_cut_and_told() -> None:
@@ -150,7 +142,7 @@ def test_what_a_tool_says_is_cut_and_told() -> None:
     assert len(failed.content) < 150 and failed.num_cut_characters > 4800
 
 
-def test_a_tool_that_blocks_delays_no_other() -> None:
+async def test_a_tool_that_blocks_delays_no_other() -> None:
     began = threading.Barrier(3)
 
     def wait() -> str:
@@ -158,13 +150,20 @@ def test_a_tool_that_blocks_delays_no_other() -> None:
         began.wait()
         return "met"
 
-    async def three() -> list[ToolResult]:
-        toolbox = Toolbox([Tool.from_function(wait)])
-        return await asyncio.gather(
-            *(toolbox.call(call("wait", number), limit_s=300.0) for number in range(3))
-        )
+    toolbox = Toolbox([Tool.from_function(wait)])
+    calls = [toolbox.call(call("wait", number), limit_s=300.0) for number in range(3)]
+    assert [result.content for result in await asyncio.gather(*calls)] == ["met"] * 3
 
-    assert [result.content for result in asyncio.run(three())] == ["met"] * 3
+
+async def cut_off(
+    clock: HandTime, function: Callable[..., object], has_begun: Callable[[], bool], *, limit_s: float
+) -> ToolResult:
+    """A call during which time passes until its end, from where it has begun what it does."""
+    toolbox = Toolbox([Tool.from_function(function)])
+    result = asyncio.ensure_future(toolbox.call(call(function.__name__), limit_s=limit_s))
+    await clock.stand_until(has_begun)
+    await clock.pass_until(result.done)
+    return await result
 
 
 def _wait_gone(pids: list[int]) -> None:
@@ -172,7 +171,10 @@ def _wait_gone(pids: list[int]) -> None:
         time.sleep(0.001)
 
 
-def test_a_call_that_takes_too_long_ends_with_all_that_it_started() -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_call_that_takes_too_long_ends_with_all_that_it_started(
+    is_async: bool, hand_time: HandTime
+) -> None:
     pids: list[int] = []
 
     def start() -> str:
@@ -180,36 +182,23 @@ def test_a_call_that_takes_too_long_ends_with_all_that_it_started() -> None:
         process = subprocess.Popen(STARTS_ANOTHER, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
         assert process.stdout is not None
         pids.extend([process.pid, int(process.stdout.readline())])
-        process.wait()
+        if not is_async:
+            process.wait()
         return "never"
 
     async def start_later() -> str:
         """Start a process that starts another."""
-        process = subprocess.Popen(STARTS_ANOTHER, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
-        assert process.stdout is not None
-        pids.extend([process.pid, int(process.stdout.readline())])
+        start()
         await asyncio.sleep(600.0)
         return "never"
 
-    async def cut_off(clock: HandTime, function: Callable[..., object]) -> ToolResult:
-        toolbox = Toolbox([Tool.from_function(function)])
-        result = asyncio.ensure_future(toolbox.call(call(function.__name__), limit_s=2.0))
-        await clock.stand_until(lambda: len(pids) == 2)
-        await clock.pass_until(result.done)
-        return await result
-
-    for function in (start, start_later):
-        clock = HandTime()
-        result = clock.run(cut_off(clock, function))
-        assert (result.status, result.content) == (
-            ToolStatus.TIMEOUT,
-            "Error: the call took longer than 2 s",
-        )
-        _wait_gone(pids)
-        pids.clear()
+    function = start_later if is_async else start
+    result = await cut_off(hand_time, function, lambda: len(pids) == 2, limit_s=2.0)
+    assert (result.status, result.content) == (ToolStatus.TIMEOUT, "Error: the call took longer than 2 s")
+    _wait_gone(pids)
 
 
-def test_processes_of_other_calls_live_on_as_long_as_these() -> None:
+async def test_processes_of_other_calls_live_on_as_long_as_these(hand_time: HandTime) -> None:
     pids: list[int] = []
 
     async def wait() -> None:
@@ -228,34 +217,34 @@ def test_processes_of_other_calls_live_on_as_long_as_these() -> None:
         return process.stdout.readline().decode()
 
     cut_off = asyncio.Event()
-    clock = HandTime()
-
-    async def both() -> tuple[ToolResult, ToolResult]:
-        toolbox = Toolbox([Tool.from_function(wait), Tool.from_function(work)])
-        waiting = asyncio.ensure_future(toolbox.call(call("wait"), limit_s=1.0))
-        await clock.stand_until(lambda: len(pids) == 1)
-        working = asyncio.ensure_future(toolbox.call(call("work"), limit_s=300.0))
-        await clock.stand_until(lambda: len(pids) == 2)
-        await clock.pass_until(waiting.done)
-        cut_off.set()
-        return await waiting, await working
-
-    late, worked = clock.run(both())
+    toolbox = Toolbox([Tool.from_function(wait), Tool.from_function(work)])
+    waiting = asyncio.ensure_future(toolbox.call(call("wait"), limit_s=1.0))
+    await hand_time.stand_until(lambda: len(pids) == 1)
+    working = asyncio.ensure_future(toolbox.call(call("work"), limit_s=300.0))
+    await hand_time.stand_until(lambda: len(pids) == 2)
+    await hand_time.pass_until(waiting.done)
+    cut_off.set()
+    late, worked = await waiting, await working
     assert (late.status, worked.content) == (ToolStatus.TIMEOUT, "alive\n")
     assert len(pids) == 2
     _wait_gone(pids)
 
 
+def ended(*calls_s: float, num_agents: int = 1, **counts: Any) -> EpisodeOutcome:
+    agent = AgentOutcome(
+        score=None, num_turns=1, num_rewritten=0, num_faulty_calls=0, tool_calls_s=calls_s, **counts
+    )
+    return EpisodeOutcome(
+        ending=Ending.COMPLETED, agents=(agent,) * num_agents, episode_s=1.0, sampling_s=0.5
+    )
+
+
 def test_calls_are_counted_by_what_came_of_them() -> None:
-    ended = EndedEpisodes()
-    assert ended.metrics()["episode/num_tool_calls_ok"] == 0
+    episodes = EndedEpisodes()
+    assert episodes.metrics()["episode/num_tool_calls_ok"] == 0
     for num in (2, 3):
-        counts = {ToolStatus.OK: num, ToolStatus.TIMEOUT: 1}
-        agent = AgentOutcome(score=None, num_turns=1, num_rewritten=0, num_faulty_calls=0, tool_calls=counts)
-        ended.add(
-            [EpisodeOutcome(ending=Ending.COMPLETED, agents=(agent, agent), episode_s=1.0, sampling_s=0.5)]
-        )
-    metrics = ended.metrics()
+        episodes.add([ended(num_agents=2, tool_calls={ToolStatus.OK: num, ToolStatus.TIMEOUT: 1})])
+    metrics = episodes.metrics()
     assert metrics["episode/num_tool_calls_ok"] == 10
     assert metrics["episode/num_tool_calls_timeout"] == 4
     assert metrics["episode/num_tool_calls_server_lost"] == 0
@@ -263,19 +252,16 @@ def test_calls_are_counted_by_what_came_of_them() -> None:
 
 
 def test_how_long_calls_took_is_of_the_last_step() -> None:
-    ended = EndedEpisodes()
+    episodes = EndedEpisodes()
     for calls_s in ((), (0.1, 0.2, 0.3), (4.0,)):
-        agent = AgentOutcome(
-            score=None, num_turns=1, num_rewritten=0, num_faulty_calls=0, tool_calls_s=calls_s
-        )
-        ended.add([EpisodeOutcome(ending=Ending.COMPLETED, agents=(agent,), episode_s=1.0, sampling_s=0.5)])
-    metrics = ended.metrics()
+        episodes.add([ended(*calls_s)])
+    metrics = episodes.metrics()
     # Between the second and the third of 0.1, 0.2, 0.3, 4: half of the way, and 0.85 of the next one.
     assert metrics["episode/tool_call_p50_s"] == pytest.approx(0.25)
     assert metrics["episode/tool_call_p95_s"] == pytest.approx(0.3 + 0.85 * 3.7)
     assert metrics["episode/tool_call_max_s"] == 4.0
-    ended.end_step()
-    assert "episode/tool_call_p50_s" not in ended.metrics()
+    episodes.end_step()
+    assert "episode/tool_call_p50_s" not in episodes.metrics()
 
 
 def test_a_python_loop_without_end_is_ended() -> None:
@@ -284,12 +270,12 @@ def test_a_python_loop_without_end_is_ended() -> None:
         while True:
             pass
 
-    assert answer(spin, limit_s=0.2).status is ToolStatus.TIMEOUT
+    assert run(spin, limit_s=0.2).status is ToolStatus.TIMEOUT
     while num_stuck_calls():
         time.sleep(0.001)
 
 
-def test_a_call_that_nothing_ends_is_counted() -> None:
+async def test_a_call_that_nothing_ends_is_counted(hand_time: HandTime) -> None:
     free = threading.Event()
 
     def block() -> None:
@@ -298,16 +284,9 @@ def test_a_call_that_nothing_ends_is_counted() -> None:
         free.wait()
 
     began = threading.Event()
-    clock = HandTime()
-
-    async def cut_off() -> ToolResult:
-        result = asyncio.ensure_future(Toolbox([Tool.from_function(block)]).call(call("block"), limit_s=0.1))
-        await clock.stand_until(began.is_set)
-        await clock.pass_until(result.done)
-        return await result
-
     try:
-        assert clock.run(cut_off()).status is ToolStatus.TIMEOUT
+        result = await cut_off(hand_time, block, began.is_set, limit_s=0.1)
+        assert result.status is ToolStatus.TIMEOUT
         assert num_stuck_calls() == 1
     finally:
         free.set()
@@ -315,7 +294,7 @@ def test_a_call_that_nothing_ends_is_counted() -> None:
         time.sleep(0.001)
 
 
-def test_an_episode_that_is_cancelled_ends_its_tools() -> None:
+async def test_an_episode_that_is_cancelled_ends_its_tools() -> None:
     began, pids = threading.Event(), []
 
     def start() -> None:
@@ -325,14 +304,10 @@ def test_an_episode_that_is_cancelled_ends_its_tools() -> None:
         began.set()
         process.wait()
 
-    async def episode() -> None:
-        toolbox = Toolbox([Tool.from_function(start)])
-        running = asyncio.ensure_future(toolbox.call(call("start"), limit_s=300.0))
-        await asyncio.to_thread(began.wait)
-        running.cancel()
-        await asyncio.wait([running])
-
-    asyncio.run(episode())
+    running = asyncio.ensure_future(Toolbox([Tool.from_function(start)]).call(call("start"), limit_s=300.0))
+    await asyncio.to_thread(began.wait)
+    running.cancel()
+    await asyncio.wait([running])
     _wait_gone(pids)
 
 
@@ -342,12 +317,8 @@ def test_two_tools_of_one_name_are_refused() -> None:
 
 
 def converse(agent: ScriptedAgent, *functions: Callable[..., object], max_rounds: int = 5) -> ToolRun:
-    async def go() -> ToolRun:
-        return await run_tools(
-            agent, "2 + 3 =", Toolbox([Tool.from_function(one) for one in functions]), max_rounds=max_rounds
-        )
-
-    return asyncio.run(go())
+    toolbox = Toolbox([Tool.from_function(one) for one in functions])
+    return asyncio.run(run_tools(agent, "2 + 3 =", toolbox, max_rounds=max_rounds))
 
 
 def test_the_loop_answers_all_calls_of_a_turn_in_order() -> None:

@@ -1,0 +1,631 @@
+"""The three APIs through their unmodified SDKs: what clients see, what the agent is asked, and refusals."""
+
+import asyncio
+import json
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from anthropic.types import RawMessageStreamEvent
+
+from forgeasync.environments import (
+    ContextFull,
+    EpisodeOver,
+    RequestError,
+    SessionLimits,
+    ToolSpec,
+    TooManyTurns,
+)
+from forgeasync.rollouts import FinishReason
+from tests.environments.sessions.apis import APIS, CHAT, FUNCTION, MESSAGES, RESPONSES, RICH, TURNS, USER, Api
+from tests.support.sessions import (
+    ScriptedAgent,
+    anthropic_client,
+    call,
+    openai_client,
+    say,
+    serving,
+    strictly,
+)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+@pytest.mark.parametrize("name", TURNS)
+async def test_a_turn_comes_back_as_the_same_turn(name: str, api: Api, stream: bool) -> None:
+    turn = TURNS[name]
+    agent = ScriptedAgent([turn, say("Bye.")])
+    async with serving(agent) as (_, session):
+        first = await api.ask(session, [USER], stream=stream, tools=[api.tool()])
+        # What the SDK made of the answer goes back as it is.
+        history = [USER, *api.said(first), *api.answering(first, "And now?")]
+        await api.ask(session, history, stream=stream, tools=[api.tool()])
+    num_as_text = len(turn.broken_tool_calls) + (name == "no JSON")
+    num_results = len(turn.tool_calls) - (name == "no JSON")
+    sent = agent.calls[1].messages
+    assert sent[:2] == (USER, turn.message)
+    assert [message["role"] for message in sent[2:]] == ["tool"] * num_results + ["user"]
+    assert sent[-1]["content"] == "And now?"
+    counts = session.counts
+    assert (counts.num_ours, counts.num_rewritten, counts.num_shown_as_text) == (1, 0, num_as_text)
+    assert all(broken.text in api.text(first) for broken in turn.broken_tool_calls)
+    assert api.usage(first) == (11, 7)
+
+
+TOOL_RESULT = {"type": "tool_result", "tool_use_id": "t", "content": "x", "is_error": True}
+SAMPLING = {"temperature": 0.3, "top_p": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "ignored"),
+    [
+        (
+            CHAT,
+            SAMPLING
+            | {"seed": 3, "frequency_penalty": 1, "presence_penalty": 1, "logit_bias": {"5": 1}}
+            | {"user": "someone", "top_k": 5, "min_p": 0.1},
+            "frequency_penalty, logit_bias, min_p, presence_penalty, seed, temperature, top_k, top_p",
+        ),
+        (
+            RESPONSES,
+            SAMPLING
+            | {"reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"]}
+            | {"text": {"format": {"type": "text"}, "verbosity": "low"}, "user": "someone"}
+            | {"tools": [RESPONSES.tool(strict=True)]},
+            "include, reasoning, temperature, text.verbosity, tools[].strict, top_p",
+        ),
+        (
+            MESSAGES,
+            SAMPLING
+            | {"thinking": {"type": "enabled", "budget_tokens": 1024}, "top_k": 3}
+            | {"output_config": {"effort": "low"}, "metadata": {"user_id": "u"}}
+            | {"tools": [MESSAGES.tool(strict=True)]}
+            | {"messages": [USER, {"role": "user", "content": [TOOL_RESULT]}]},
+            "messages[].content[].is_error, output_config.effort, temperature, thinking, tools[].strict, "
+            "top_k, top_p",
+        ),
+    ],
+    ids=APIS,
+)
+async def test_what_is_not_honoured_is_named_counted_and_logged_once(
+    api: Api, fields: dict[str, Any], ignored: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(ScriptedAgent(answer=lambda _: say("ok"))) as (_, session):
+        for stream in (False, True):
+            _, plain = await api.post(session, api.body([USER], stream=stream))
+            assert (plain.status, plain.headers.get("x-forgeasync-ignored")) == (200, None)
+            _, answer = await api.post(session, api.body([USER], stream=stream, **fields))
+            assert (answer.status, answer.headers["x-forgeasync-ignored"]) == (200, ignored)
+    assert session.counts.num_not_honoured == 2
+    assert len([one for one in caplog.records if "once per session" in one.getMessage()]) == 1
+
+
+DEEP: Any = []
+for _ in range(70):
+    DEEP = [DEEP]
+
+REFUSED: list[tuple[Api, str, Any]] = [
+    (CHAT, "logprobs", True),
+    (CHAT, "top_logprobs", 3),
+    (CHAT, "response_format", {"type": "json_object"}),
+    (CHAT, "parallel_tool_calls", False),
+    (CHAT, "tool_choice", {"type": "function", "function": {"name": "weather"}}),
+    (CHAT, "store", True),
+    (CHAT, "modalities", ["text", "audio"]),
+    (CHAT, "audio", {"voice": "alloy", "format": "wav"}),
+    (CHAT, "prediction", {"type": "content", "content": "x"}),
+    (CHAT, "web_search_options", {}),
+    (CHAT, "functions", [{"name": "f"}]),
+    (CHAT, "moderation", {"model": "m"}),
+    (CHAT, "guided_json", {"type": "object"}),
+    (CHAT, "chat_template_kwargs", {"enable_thinking": False}),
+    (CHAT, "n", 0),
+    (CHAT, "max_tokens", -1),
+    (CHAT, "max_completion_tokens", True),
+    (CHAT, "stop", [""]),
+    (CHAT, "stream_options", {"include_usage": 1}),
+    (CHAT, "tools", [{"type": "custom", "custom": {"name": "x"}}]),
+    (RESPONSES, "background", True),
+    (RESPONSES, "conversation", "c"),
+    (RESPONSES, "prompt", {"id": "p"}),
+    (RESPONSES, "max_tool_calls", 3),
+    (RESPONSES, "parallel_tool_calls", False),
+    (RESPONSES, "tool_choice", "required"),
+    (RESPONSES, "top_logprobs", 2),
+    (RESPONSES, "truncation", "auto"),
+    (RESPONSES, "text", {"format": {"type": "json_schema", "name": "x", "schema": {}}}),
+    (RESPONSES, "include", ["message.output_text.logprobs"]),
+    (RESPONSES, "tools", [{"type": "web_search"}]),
+    (RESPONSES, "max_output_tokens", 0),
+    (RESPONSES, "store", "yes"),
+    (RESPONSES, "metadata", {"a": DEEP}),
+    (RESPONSES, "input", [{"type": "item_reference", "id": "msg_1"}]),
+    (RESPONSES, "moderation", {"model": "m"}),
+    (RESPONSES, "context_management", [{"type": "compaction"}]),
+    (MESSAGES, "tool_choice", {"type": "any"}),
+    (MESSAGES, "tool_choice.name", {"type": "tool"}),
+    (MESSAGES, "tool_choice.disable_parallel_tool_use", {"type": "auto", "disable_parallel_tool_use": True}),
+    (MESSAGES, "output_config", {"format": {"type": "json_schema", "schema": {}}}),
+    (MESSAGES, "container", "c"),
+    (MESSAGES, "mcp_servers", []),
+    (MESSAGES, "tools", [{"type": "web_search_20250305", "name": "web_search"}]),
+    (MESSAGES, "stop_sequences", ["x"] * 17),
+    (MESSAGES, "max_tokens", 0),
+    (MESSAGES, "system", 5),
+    (MESSAGES, "context_management", {"edits": []}),
+    (MESSAGES, "thread", {"type": "create"}),
+]
+
+
+def called(function: object) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": function}]}
+
+
+UNREADABLE: list[tuple[Api, Any, str]] = [
+    (
+        CHAT,
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        ".content[0].type",
+    ),
+    (CHAT, {"role": "user"}, ".content"),
+    (CHAT, {"role": "critic", "content": "x"}, ".role"),
+    (CHAT, {"role": "user", "content": 5}, ".content"),
+    (CHAT, {"role": "assistant", "content": "x", "refusal": "no"}, ".refusal"),
+    (CHAT, {"role": "user", "content": "x", "reasoning_content": "y"}, ".reasoning_content"),
+    (CHAT, {"role": "user", "content": "x", "tool_calls": [{"id": "a"}]}, ".tool_calls"),
+    (CHAT, {"role": "assistant", "tool_calls": [{"id": "a"}]}, ".tool_calls[0].function"),
+    (CHAT, called({"name": "f", "arguments": "{"}), ".tool_calls[0].function.arguments"),
+    (CHAT, called({"name": "f", "arguments": "[" * 5000}), ".tool_calls[0].function.arguments"),
+    (CHAT, called({"name": "f", "arguments": '{"a": 1e999}'}), ".tool_calls[0].function.arguments"),
+    (CHAT, "hello", ""),
+    (RESPONSES, {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, ".content[0].type"),
+    (RESPONSES, {"role": "tool", "content": "x"}, ".role"),
+    (RESPONSES, {"type": "function_call", "name": "f", "arguments": "{}"}, ".call_id"),
+    (RESPONSES, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}, ".arguments"),
+    (RESPONSES, {"type": "function_call_output", "call_id": "c"}, ".output"),
+    (RESPONSES, {"type": "computer_call"}, ".type"),
+    (
+        RESPONSES,
+        {"role": "assistant", "content": [{"type": "output_text", "text": "x", "annotations": [1]}]},
+        ".content[0].annotations",
+    ),
+    (RESPONSES, 5, ""),
+    (MESSAGES, {"role": "user", "content": [{"type": "image", "source": {}}]}, ".content[0]"),
+    (MESSAGES, {"role": "tool", "content": "x"}, ".role"),
+    (MESSAGES, {"role": "user", "content": 5}, ".content"),
+    (MESSAGES, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}, ".content[0]"),
+    (MESSAGES, {"role": "user", "content": [{"type": "tool_result"}]}, ".content[0].tool_use_id"),
+    (MESSAGES, {"role": "user", "content": [{"type": "new_kind", "text": "x"}]}, ".content[0]"),
+]
+
+
+async def refusal(api: Api, body: Any) -> dict[str, Any]:
+    """The error with which a request is refused before the agent is asked."""
+    agent = ScriptedAgent([say("ok")])
+    async with serving(agent) as (_, session):
+        refused, answer = await api.post(session, body)
+    assert (answer.status, agent.calls, session.counts.num_refused) == (400, [], 1)
+    if api is MESSAGES:
+        assert set(refused) == {"type", "error"} and refused["type"] == "error"
+        assert refused["error"]["type"] == "invalid_request_error"
+    return refused["error"]
+
+
+@pytest.mark.parametrize(("api", "name", "value"), REFUSED)
+async def test_a_field_that_cannot_be_served_is_refused_by_its_name(api: Api, name: str, value: Any) -> None:
+    error = await refusal(api, api.body([USER], **{name.partition(".")[0]: value}))
+    assert name in error["message"]
+    assert api is MESSAGES or error["param"].startswith(name)
+
+
+@pytest.mark.parametrize(("api", "message", "place"), UNREADABLE)
+async def test_a_message_that_cannot_be_read_is_named(api: Api, message: Any, place: str) -> None:
+    error = await refusal(api, api.body([USER, message]))
+    where = f"{api.messages_field}[1]{place}"
+    assert where in error["message"] if api is MESSAGES else error["param"] == where
+
+
+# ---- Chat Completions
+
+
+async def test_what_a_client_of_chat_completions_sees() -> None:
+    agent = ScriptedAgent([RICH, say("", finish_reason=FinishReason.LENGTH), say("x", tool_calls=())])
+    async with serving(agent) as (_, session):
+        first, cut, last = [await CHAT.ask(session, [USER]) for _ in range(3)]
+    choice = first.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me look."
+    assert choice.message.model_extra == {"reasoning_content": RICH.reasoning}
+    assert [one.id for one in choice.message.tool_calls] == ["call_a", "call_b"]
+    assert json.loads(choice.message.tool_calls[1].function.arguments) == RICH.tool_calls[1].arguments
+    assert (cut.choices[0].finish_reason, last.choices[0].finish_reason) == ("length", "stop")
+    assert last.choices[0].message.tool_calls is None
+    assert first.model == "policy"
+    assert len({first.id, cut.id, last.id}) == 3
+
+
+async def test_what_the_agent_is_asked_by_chat_completions() -> None:
+    agent = ScriptedAgent(answer=lambda _: say("ok"))
+    async with serving(agent) as (_, session):
+        await CHAT.ask(
+            session,
+            [
+                {"role": "developer", "content": "Be brief."},
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            ],
+            tools=[CHAT.tool()],
+            max_completion_tokens=5,
+            stop=["\n", "END"],
+        )
+        await CHAT.ask(session, [USER], tools=[CHAT.tool()], tool_choice="none", max_tokens=6, stop="x")
+    first, second = agent.calls
+    assert first.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "ab"})
+    assert first.tools == (ToolSpec(**FUNCTION),)
+    assert (first.max_tokens, tuple(first.stop)) == (5, ("\n", "END"))
+    assert (second.tools, second.max_tokens, tuple(second.stop)) == (None, 6, ("x",))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"content": "Something else."},
+        {"reasoning_content": "I thought otherwise."},
+        {"tool_calls": None},
+        {"tool_calls": [{"id": "z", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]},
+    ],
+    ids=["text", "reasoning", "no calls", "other calls"],
+)
+async def test_a_changed_turn_stays_as_the_client_has_it(change: dict[str, Any]) -> None:
+    agent = ScriptedAgent([RICH, say("Bye.")])
+    async with serving(agent) as (_, session):
+        answer = (await CHAT.ask(session, [USER])).choices[0].message.to_dict()
+        await CHAT.ask(session, [USER, {**answer, **change}, USER])
+    sent = agent.calls[1].messages[1]
+    assert sent != RICH.message
+    for key, value in change.items():
+        if key != "tool_calls":
+            assert sent[key] == value
+    assert (session.counts.num_ours, session.counts.num_rewritten) == (0, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_turns_for_one_request(stream: bool) -> None:
+    turns = [say(f"answer {index}", reasoning=f"r{index}") for index in range(4)]
+    agent = ScriptedAgent([*turns, say("end")])
+    agent.gate.clear()
+    async with serving(agent) as (_, session):
+        asking = asyncio.create_task(CHAT.ask(session, [USER], stream=stream, n=4))
+        while len(agent.calls) < 4:
+            await asyncio.sleep(0.001)
+        agent.gate.set()
+        got = await asking
+        assert [choice.index for choice in got.choices] == [0, 1, 2, 3]
+        assert [choice.message.content for choice in got.choices] == [turn.text for turn in turns]
+        assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (11, 28)
+        # Each of them can be gone on from.
+        await CHAT.ask(session, [USER, got.choices[2].message, USER], stream=stream)
+    assert agent.most_at_once == 4
+    assert agent.calls[4].messages[1] == turns[2].message
+    assert session.counts.num_turns == 5
+
+
+ENDINGS: dict[str, tuple[Exception, int, str | None]] = {
+    "full": (ContextFull("5000 tokens; model.max_context_length = 4096"), 400, "context_length_exceeded"),
+    "over": (EpisodeOver("the group was given up"), 410, "session_closed"),
+    "turns": (TooManyTurns("the model has taken 9 turns"), 410, "too_many_turns"),
+    "message": (ValueError("messages[2] has a bad role"), 400, "invalid_messages"),
+    "own": (RuntimeError("secret at /home/x"), 500, "server_error"),
+    "key": (KeyError("secret"), 500, "server_error"),
+    "recursion": (RecursionError("secret"), 500, "server_error"),
+}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("name", ENDINGS)
+async def test_what_an_agent_raises_is_told_without_internals(
+    name: str, is_streamed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    error, status, code = ENDINGS[name]
+    agent = ScriptedAgent([error])
+    async with serving(agent) as (_, session), openai_client(session, max_retries=0) as client:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.chat.completions.create(model="m", messages=[USER], stream=is_streamed)
+    assert (caught.value.status_code, caught.value.code) == (status, code)
+    if status == 500:
+        assert "secret" not in caught.value.response.text
+        assert "secret" in caplog.text
+        assert session.counts.num_failed == 1
+    elif status == 400:
+        assert str(error) in caught.value.message
+    # An error that no retry mends is not asked for again by the SDK.
+    assert caught.value.response.headers.get("x-should-retry") == ("false" if status == 410 else None)
+
+
+async def test_one_turn_that_fails_among_several() -> None:
+    agent = ScriptedAgent([say("a"), ContextFull("full"), say("c")])
+    async with serving(agent) as (_, session), openai_client(session) as client:
+        with pytest.raises(openai.BadRequestError, match="full"):
+            await client.chat.completions.create(model="m", messages=[USER], n=3)
+    assert (session.counts.num_turns, session.counts.num_abandoned) == (2, 2)
+
+
+async def test_models() -> None:
+    agent = ScriptedAgent()
+    async with serving(agent) as (_, session), openai_client(session) as client:
+        assert [model.id async for model in client.models.list()] == ["policy"]
+        raw = await client.models.with_raw_response.list()
+        for model in json.loads(raw.content)["data"]:
+            strictly(openai.types.Model, model)
+        assert (await client.models.retrieve("policy")).id == "policy"
+        with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
+            await client.models.retrieve("gpt")
+
+
+@pytest.mark.parametrize("choice", ["", 0, False, {}, "any"])
+@pytest.mark.parametrize("api", [CHAT, RESPONSES])
+def test_only_an_absent_choice_of_tools_is_the_default(api: Api, choice: object) -> None:
+    """Both APIs of OpenAI read it by the same code."""
+    given = api.body([USER], tools=[api.tool()])
+    choices = [{}, {"tool_choice": None}, {"tool_choice": "auto"}, {"tool_choice": "none"}]
+    assert [len(api.dialect.read({**given, **one}).tools) for one in choices] == [1, 1, 1, 0]
+    with pytest.raises(RequestError, match=r"^tool_choice(\.type)? is "):
+        api.dialect.read({**given, "tool_choice": choice})
+
+
+# ---- Responses
+
+
+async def test_the_sdks_stream_helper() -> None:
+    agent = ScriptedAgent([RICH])
+    async with serving(agent) as (_, session), openai_client(session) as client:
+        async with client.responses.stream(model="m", input="Oslo?", tools=[RESPONSES.tool()]) as stream:
+            final = await stream.get_final_response()
+    assert final.output_text == RICH.text
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
+
+
+async def test_how_a_response_ends_and_what_it_repeats() -> None:
+    agent = ScriptedAgent([TURNS["cut"], TURNS["text"]])
+    more = {"tools": [RESPONSES.tool()], "tool_choice": "none", "metadata": {"a": "b"}}
+    async with serving(agent) as (_, session):
+        cut, whole = [
+            await RESPONSES.ask(session, "hi", stream=True, max_output_tokens=3, **more) for _ in range(2)
+        ]
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (whole.status, whole.incomplete_details) == ("completed", None)
+    assert agent.calls[0].messages == ({"role": "user", "content": "hi"},)
+    assert (agent.calls[0].tools, agent.calls[0].max_tokens) == (None, 3)
+    assert (whole.metadata, whole.tool_choice, whole.tools) == ({"a": "b"}, "none", [])
+
+
+async def test_a_conversation_by_previous_response_id() -> None:
+    turns = [
+        say("", reasoning="think", tool_calls=(call("call_0", city="Oslo"),)),
+        TURNS["broken"],
+        say("end"),
+    ]
+    agent = ScriptedAgent([*turns, say("other")])
+    brief = {"instructions": "Be brief.", "tools": [RESPONSES.tool()]}
+    async with serving(agent) as (_, session):
+        first = await RESPONSES.ask(session, "Oslo?", **brief)
+        result = {"type": "function_call_output", "call_id": "call_0", "output": "rain"}
+        second = await RESPONSES.ask(session, [result], previous_response_id=first.id, **brief)
+        assert second.previous_response_id == first.id
+        await RESPONSES.ask(session, "Thanks.", previous_response_id=second.id, **brief)
+        # Instructions are not carried over.
+        await RESPONSES.ask(session, "Thanks.", previous_response_id=first.id)
+    system = {"role": "system", "content": "Be brief."}
+    user = {"role": "user", "content": "Oslo?"}
+    tool = {"role": "tool", "tool_call_id": "call_0", "content": "rain"}
+    thanks = {"role": "user", "content": "Thanks."}
+    sent = [list(one.messages) for one in agent.calls]
+    assert sent[0] == [system, user]
+    assert sent[1] == [system, user, turns[0].message, tool]
+    assert sent[2] == [system, user, turns[0].message, tool, turns[1].message, thanks]
+    assert sent[3] == [user, turns[0].message, thanks]
+
+
+async def test_a_response_that_was_not_kept_cannot_be_gone_on_from() -> None:
+    agent = ScriptedAgent(answer=lambda _: say("ok"))
+    async with serving(agent) as (server, session):
+        first = await RESPONSES.ask(session, "hi", store=False)
+        other = server.open(agent)
+        elsewhere = await RESPONSES.ask(other, "hi")
+        for unknown in (first.id, elsewhere.id, "resp_x"):
+            with pytest.raises(openai.BadRequestError, match=unknown) as caught:
+                await RESPONSES.ask(session, "go on", previous_response_id=unknown)
+            assert caught.value.code == "previous_response_not_found"
+    assert len(agent.calls) == 2
+
+
+async def test_items_of_a_history_become_messages() -> None:
+    given = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "f", "arguments": '{"x": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "r1"}]},
+        {"type": "function_call_output", "call_id": "c2", "output": "r2"},
+        {"type": "reasoning", "id": "rs", "summary": []},
+        {"type": "function_call", "call_id": "c3", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c3", "output": ""},
+    ]
+
+    def tool_call(call_id: str, **arguments: Any) -> dict[str, Any]:
+        return {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+    agent = ScriptedAgent([say("ok")])
+    async with serving(agent) as (_, session):
+        await RESPONSES.ask(session, given)
+    assert list(agent.calls[0].messages) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "one"},
+        {"role": "assistant", "content": "two", "tool_calls": [tool_call("c1"), tool_call("c2", x=1)]},
+        {"role": "tool", "tool_call_id": "c1", "content": "r1"},
+        {"role": "tool", "tool_call_id": "c2", "content": "r2"},
+        {"role": "assistant", "content": "", "tool_calls": [tool_call("c3")]},
+        {"role": "tool", "tool_call_id": "c3", "content": ""},
+    ]
+    assert session.counts.num_rewritten == 3
+
+
+async def test_an_error_of_responses_after_the_headers_is_an_event() -> None:
+    agent = ScriptedAgent([ContextFull("full")])
+    agent.gate.clear()
+    async with (
+        serving(agent, limits=SessionLimits(keep_alive_s=0.01)) as (_, session),
+        openai_client(session) as client,
+    ):
+        stream = await client.responses.create(model="m", input="hi", stream=True)
+        agent.gate.set()
+        events = [event async for event in stream]
+    assert [event.type for event in events] == ["error"]
+    assert events[0].code == "context_length_exceeded"
+
+
+# ---- Anthropic's Messages
+
+
+async def test_what_a_client_of_messages_sees() -> None:
+    agent = ScriptedAgent([RICH, say("x", finish_reason=FinishReason.LENGTH), say("x")])
+    async with serving(agent) as (_, session):
+        first, cut, last = [await MESSAGES.ask(session, [USER], stream=True) for _ in range(3)]
+    assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert first.content[0].thinking == RICH.reasoning
+    assert first.content[3].input == RICH.tool_calls[1].arguments
+    reasons = [one.stop_reason for one in (first, cut, last)]
+    assert reasons == ["tool_use", "max_tokens", "end_turn"]
+    assert first.model == "policy"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_text_that_ended_a_turn_is_named(stream: bool) -> None:
+    """One of the run's own texts is none of the client's, and calls are answered before all else."""
+    turns = [
+        say("a", stop_text="END"),
+        say("a", stop_text="\n"),
+        say("a"),
+        say("a", stop_text="END", tool_calls=(call("c", city="Oslo"),)),
+        say("a", finish_reason=FinishReason.LENGTH),
+    ]
+    async with serving(ScriptedAgent(turns)) as (_, session):
+        got = [
+            await MESSAGES.ask(session, [USER], stream=stream, stop_sequences=["STOP", "END"]) for _ in turns
+        ]
+    assert [(one.stop_reason, one.stop_sequence) for one in got] == [
+        ("stop_sequence", "END"),
+        ("end_turn", None),
+        ("end_turn", None),
+        ("tool_use", None),
+        ("max_tokens", None),
+    ]
+
+
+@pytest.mark.parametrize("name", ["rich", "empty", "only broken"])
+async def test_every_event_of_a_stream_of_messages(name: str) -> None:
+    async with serving(ScriptedAgent([TURNS[name]])) as (_, session), anthropic_client(session) as client:
+        stream = await client.messages.create(model="m", max_tokens=5, messages=[USER], stream=True)
+        kinds = []
+        async for event in stream:
+            strictly(RawMessageStreamEvent, event.to_dict())
+            kinds.append(event.type)
+    assert kinds[0] == "message_start"
+    assert kinds[-2:] == ["message_delta", "message_stop"]
+    blocks = [kind for kind in kinds if kind in ("content_block_start", "content_block_stop")]
+    num_blocks = 4 if name == "rich" else 1
+    assert blocks == ["content_block_start", "content_block_stop"] * num_blocks
+
+
+def text(words: str, **more: object) -> dict[str, object]:
+    return {"type": "text", "text": words, **more}
+
+
+async def test_what_the_agent_is_asked_by_messages() -> None:
+    agent = ScriptedAgent(answer=lambda _: say("ok"))
+    async with serving(agent) as (_, session):
+        cached = {"cache_control": {"type": "ephemeral"}}
+        await MESSAGES.ask(
+            session,
+            [
+                {"role": "user", "content": [text("a", **cached)]},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "t", "name": "weather", "input": {"city": "x"}}],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        text("before"),
+                        {"type": "tool_result", "tool_use_id": "t", "is_error": True},
+                        {"type": "tool_result", "tool_use_id": "u", "content": [text("r")]},
+                    ],
+                },
+            ],
+            system=[text("Be ", **cached), text("brief.")],
+            tools=[{**MESSAGES.tool(), **cached}],
+            stop_sequences=["END"],
+            max_tokens=9,
+        )
+        await MESSAGES.ask(session, [USER], tools=[MESSAGES.tool()], tool_choice={"type": "none"})
+    first, second = agent.calls
+    function = {"name": "weather", "arguments": {"city": "x"}}
+    assert list(first.messages) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "t", "type": "function", "function": function}],
+        },
+        {"role": "user", "content": "before"},
+        {"role": "tool", "tool_call_id": "t", "content": ""},
+        {"role": "tool", "tool_call_id": "u", "content": "r"},
+    ]
+    assert first.tools == (ToolSpec(**FUNCTION),)
+    assert (first.max_tokens, tuple(first.stop)) == (9, ("END",))
+    assert second.tools is None
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "text"),
+    [
+        (ContextFull("5000 tokens"), 400, "invalid_request_error", "prompt is too long: 5000 tokens"),
+        (EpisodeOver("given up"), 410, "not_found_error", "closed"),
+        (RuntimeError("secret"), 500, "api_error", "failed to answer"),
+    ],
+)
+async def test_errors_before_and_after_the_headers(
+    error: Exception, status: int, kind: str, text: str, is_late: bool
+) -> None:
+    """Late ones come in an event, whose status is that of the headers."""
+    agent = ScriptedAgent([error])
+    limits = SessionLimits(keep_alive_s=0.01 if is_late else 600)
+    async with (
+        serving(agent, limits=limits) as (_, session),
+        anthropic_client(session, max_retries=0) as client,
+    ):
+        if is_late:
+            agent.gate.clear()
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            stream = await client.messages.create(model="m", max_tokens=5, messages=[USER], stream=True)
+            agent.gate.set()
+            async for _ in stream:
+                pass
+    assert caught.value.status_code == (200 if is_late else status)
+    assert caught.value.body["error"]["type"] == kind
+    assert text in caught.value.body["error"]["message"]
+
+
+async def test_models_and_what_is_not_there() -> None:
+    agent = ScriptedAgent()
+    async with serving(agent) as (_, session), anthropic_client(session) as client:
+        raw = await client.models.with_raw_response.list()
+        (model,) = json.loads(raw.http_response.content)["data"]
+        assert strictly(anthropic.types.ModelInfo, model).id == "policy"
+        with pytest.raises(anthropic.NotFoundError, match="agent has no tokenizer"):
+            await client.messages.count_tokens(model="m", messages=[USER])
