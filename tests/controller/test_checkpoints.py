@@ -265,7 +265,7 @@ def test_what_is_not_for_want_of_room_is_raised(
     assert len(asked) == num_asked
 
 
-def test_a_run_told_to_stop_in_the_middle_of_a_step_writes_a_checkpoint_of_it() -> None:
+async def test_a_run_told_to_stop_in_the_middle_of_a_step_writes_a_checkpoint_of_it() -> None:
     """Its cancelled call goes on in the trainer: the step counts once the trainer has made it."""
 
     class SlowTrainer(Trainer):
@@ -278,24 +278,23 @@ def test_a_run_told_to_stop_in_the_middle_of_a_step_writes_a_checkpoint_of_it() 
                 await asyncio.Event().wait()
             return await super().train_items(rows, step=step)
 
-    async def stop() -> None:
-        running = asyncio.create_task(run.run(Fleet()))
-        await trainer.under_way.wait()
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert await run.checkpoints.write_now() == 2
-
     trainer = SlowTrainer()
     config = make_config("max_steps=5", "checkpoint.every_steps=null")
     run = make_run(config, trainer=trainer, held_out=[make_problem(10)])
-    asyncio.run(stop())
+    running = asyncio.create_task(run.run(Fleet()))
+    await trainer.under_way.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert await run.checkpoints.write_now() == 2
     ((name, run_state),) = trainer.checkpoints
     state = msgspec.json.decode(run_state, type=RunState)
     assert name == "step-00000002" and state.step == state.buffer.trainer_version == 2
 
 
-def test_a_run_told_to_stop_right_after_a_checkpoint_writes_no_second_one_of_its_step(tmp_path: Path) -> None:
+async def test_a_run_told_to_stop_right_after_a_checkpoint_writes_no_second_one(
+    tmp_path: Path,
+) -> None:
     """Its folder is there, and another of the same name cannot take its place."""
 
     class WritingTrainer(Trainer):
@@ -313,20 +312,17 @@ def test_a_run_told_to_stop_right_after_a_checkpoint_writes_no_second_one_of_its
                 (self.begun / "run.json").write_text("{}")
                 self.begun = None
 
-    async def stop() -> None:
-        await run.run(Fleet())
-        assert (tmp_path / f"step-{MAX_STEPS:08d}").is_dir(), "a run waits for its last checkpoint"
-        assert await run.checkpoints.write_now() == MAX_STEPS
-        (tmp_path / f"step-{MAX_STEPS:08d}" / "run.json").unlink()
-        (tmp_path / f"step-{MAX_STEPS:08d}").rmdir()
-        assert await run.checkpoints.write_now() == MAX_STEPS
-        assert (tmp_path / f"step-{MAX_STEPS:08d}").is_dir(), "it waits until all of it is written"
-
     trainer = WritingTrainer()
     config = make_config(f"checkpoint.every_steps={MAX_STEPS}", "checkpoint.keep=5")
     run = make_run(config, trainer=trainer, held_out=[make_problem(10)])
     run.checkpoints.folder = tmp_path
-    asyncio.run(stop())
+    await run.run(Fleet())
+    assert (tmp_path / f"step-{MAX_STEPS:08d}").is_dir(), "a run waits for its last checkpoint"
+    assert await run.checkpoints.write_now() == MAX_STEPS
+    (tmp_path / f"step-{MAX_STEPS:08d}" / "run.json").unlink()
+    (tmp_path / f"step-{MAX_STEPS:08d}").rmdir()
+    assert await run.checkpoints.write_now() == MAX_STEPS
+    assert (tmp_path / f"step-{MAX_STEPS:08d}").is_dir(), "it waits until all of it is written"
     assert [name for name, _ in trainer.checkpoints] == [f"step-{MAX_STEPS:08d}"] * 2
 
 

@@ -97,21 +97,19 @@ def test_a_loop_that_waits_for_ever_is_named_with_its_call_and_the_stacks() -> N
 
 
 @pytest.mark.usefixtures("quickly")
-def test_a_run_that_is_held_up_by_a_known_fault_does_not_stand_still() -> None:
-    async def go() -> None:
-        trainer, console = HangingTrainer(), ToldConsole()
-        run = start(trainer, console)
-        fault = run.faults.detected(Role.TRAINER, "trainer rank 0", "has died")
-        running = asyncio.ensure_future(run.run(Fleet()))  # type: ignore[arg-type]
-        while not trainer.hangs:
-            await asyncio.sleep(0.01)
-        num_looks = console.num_looks
-        while console.num_looks < num_looks + 2 * FLOOR_S / stall_monitor.LOOK_S:
-            await asyncio.sleep(0.01)
-        assert run.counters()["stall/num_found"] == 0 and not console.told
-        run.faults.recovered(fault, "was replaced")
-        trainer.goes_on.set()
-        trainer.may_end.set()
-        await running
+async def test_a_run_that_is_held_up_by_a_known_fault_does_not_stand_still() -> None:
 
-    asyncio.run(go())
+    trainer, console = HangingTrainer(), ToldConsole()
+    run = start(trainer, console)
+    fault = run.faults.detected(Role.TRAINER, "trainer rank 0", "has died")
+    running = asyncio.ensure_future(run.run(Fleet()))  # type: ignore[arg-type]
+    while not trainer.hangs:
+        await asyncio.sleep(0.01)
+    num_looks = console.num_looks
+    while console.num_looks < num_looks + 2 * FLOOR_S / stall_monitor.LOOK_S:
+        await asyncio.sleep(0.01)
+    assert run.counters()["stall/num_found"] == 0 and not console.told
+    run.faults.recovered(fault, "was replaced")
+    trainer.goes_on.set()
+    trainer.may_end.set()
+    await running
