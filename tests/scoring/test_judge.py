@@ -128,6 +128,11 @@ async def test_what_decides_a_verdict_decides_the_cache(server: ChatServer) -> N
         for task in (TASK, moved, other_task, other_answer):
             await judge.score(task, [response()], 0)
     assert len(server.requests) == 3 and judge.counts.num_judge_cached == 1
+    different = ({}, {"model": "b"}, {"highest": 11.0}, {"temperature": 0.5}, {"rubric": "Be brief."})
+    judges = [Judge(section(server, **fields)) for fields in different]
+    for judge in judges:
+        judge.start()
+    assert len({judge.version for judge in judges}) == len(judges), "scores of others are told apart"
 
 
 MALFORMED = [
