@@ -111,19 +111,27 @@ async def test_groups_stay_until_a_checkpoint_has_their_step(tmp_path: Path) -> 
     assert not world.folder.exists() and world.told == []
 
 
-async def test_a_group_whose_host_is_gone_is_told_and_others_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_host_gone", [True, False])
+async def test_a_group_whose_arrays_are_gone_is_told_and_others_are_kept(
+    tmp_path: Path, is_host_gone: bool
+) -> None:
     world = World(tmp_path)
-
+    gone, there = world.group(0), world.group(1)
+    first, second = gone.rollouts
+    (branch,) = first.branches
+    if is_host_gone:
+        elsewhere = dataclasses.replace(branch.response, host_id="host-9")
+        branch = dataclasses.replace(branch, response=elsewhere)
+        first = dataclasses.replace(first, branches=(branch,))
+    else:
+        world.writer.free(branch.response.file)
     async with world.running():
-        gone, there = world.group(0), world.group(1)
-        branch = gone.rollouts[0].branches[0]
-        branch = dataclasses.replace(branch, response=dataclasses.replace(branch.response, host_id="host-9"))
-        first = dataclasses.replace(gone.rollouts[0], branches=(branch,))
-        world.keep(dataclasses.replace(gone, rollouts=(first, *gone.rollouts[1:])))
+        world.keep(dataclasses.replace(gone, rollouts=(first, second)))
         world.keep(there)
         await world.until(lambda: world.on_disk() == [1])
         assert world.spiller.metrics()["buffer/num_unkept_groups"] == 1
-    assert "(host host-9, which has its arrays, is gone)" in world.told[0]
+    why = "(host host-9, which has its arrays, is gone)" if is_host_gone else "its arrays freed"
+    assert why in world.told[0]
 
 
 async def test_without_checkpoints_groups_that_were_trained_on_go_at_once(tmp_path: Path) -> None:
@@ -170,28 +178,13 @@ async def test_a_disk_without_room_is_told_once_and_counted(
     assert refused.startswith("warning: finished groups cannot be kept") and "kept on the disk again" in again
 
 
-async def test_arrays_that_are_gone_are_counted_and_end_nothing(tmp_path: Path) -> None:
-    world = World(tmp_path)
-
-    group = world.group(0)
-    world.writer.free(group.rollouts[0].branches[0].response.file)
-    async with world.running():
-        world.keep(group)
-        await world.until(lambda: world.spiller.metrics()["buffer/num_unkept_groups"] == 1)
-    assert "its arrays freed" in world.told[0] and world.on_disk() == []
-
-
-def written(folder: Path, num_groups: int) -> World:
+async def written(folder: Path, num_groups: int) -> World:
     """Groups of prompts 0, 1, ... sampled under version 2."""
     world = World(folder)
-
-    async def go() -> None:
-        async with world.running():
-            for prompt in range(num_groups):
-                world.keep(world.group(prompt))
-            await world.until(lambda: len(world.on_disk()) == num_groups)
-
-    asyncio.run(go())
+    async with world.running():
+        for prompt in range(num_groups):
+            world.keep(world.group(prompt))
+        await world.until(lambda: len(world.on_disk()) == num_groups)
     return world
 
 
@@ -205,8 +198,8 @@ def state(config: RunConfig) -> RunState:
 LOST = LostSteps(batches=((0, 1),), first_attempts={})
 
 
-def test_found_groups_are_those_that_are_whole_and_fit(tmp_path: Path) -> None:
-    world = written(tmp_path, 4)
+async def test_found_groups_are_those_that_are_whole_and_fit(tmp_path: Path) -> None:
+    world = await written(tmp_path, 4)
     torn = world.folder / file_name(3)
     torn.write_bytes(torn.read_bytes()[:-1])
     (world.folder / ".half.group.partial").touch()
@@ -228,8 +221,8 @@ def test_nothing_is_found_where_nothing_was_kept(tmp_path: Path) -> None:
     remove_others(tmp_path / "payloads", ())
 
 
-def test_groups_of_another_config_or_without_a_ledger_are_sampled_again(tmp_path: Path) -> None:
-    world = written(tmp_path, 2)
+async def test_groups_of_another_config_or_without_a_ledger_are_sampled_again(tmp_path: Path) -> None:
+    world = await written(tmp_path, 2)
     before = state(world.config)
     assert find_groups(world.folder, before, world.config, None).left_out == {SkipReason.NO_LEDGER: 2}
     changed = make_config(KEEP, K, "sampling.temperature=0.5", "algorithm.group_size=8")
