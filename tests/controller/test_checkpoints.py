@@ -15,20 +15,11 @@ from safetensors.torch import load_file
 
 from forgeasync.checkpoints import CheckpointLost, CheckpointNotWritten, RunState
 from forgeasync.config import TimeoutSection
-from forgeasync.controller import (
-    CheckpointTurns,
-    Rescue,
-    checkpoints,
-    export,
-    save_newest_weights,
-)
+from forgeasync.controller import CheckpointTurns, Rescue, checkpoints, export, save_newest_weights
 from forgeasync.files import Refusal
 from forgeasync.models import FolderNotWritten
 from forgeasync.observability import FaultLog, RunDir, StorageFaults
-from forgeasync.runtime import (
-    ActorDied,
-    HostLost,
-)
+from forgeasync.runtime import ActorDied, HostLost
 from forgeasync.testing import VirtualTime
 from forgeasync.trainer import StepResult
 from forgeasync.waiting import DeadlineExceeded
@@ -45,15 +36,7 @@ from forgeasync.weights import (
     WeightLayout,
 )
 from tests.support.config_samples import FACTS
-from tests.support.loops import (
-    MAX_STEPS,
-    Fleet,
-    Recorder,
-    Trainer,
-    make_config,
-    make_problem,
-    make_run,
-)
+from tests.support.loops import MAX_STEPS, Fleet, Recorder, Trainer, make_config, make_problem, make_run
 
 STEP_S = 4.0
 
@@ -288,9 +271,7 @@ async def test_a_run_told_to_stop_in_the_middle_of_a_step_writes_a_checkpoint_of
     assert name == "step-00000002" and state.step == state.buffer.trainer_version == 2
 
 
-async def test_a_run_told_to_stop_right_after_a_checkpoint_writes_no_second_one(
-    tmp_path: Path,
-) -> None:
+async def test_a_run_told_to_stop_right_after_a_checkpoint_writes_no_second_one(tmp_path: Path) -> None:
     """Its folder is there, and another of the same name cannot take its place."""
 
     class WritingTrainer(Trainer):
@@ -547,12 +528,7 @@ NEW_NOTHING = "no step was made, so that there are no new weights"
     ],
 )
 def test_who_is_asked_first_depends_on_what_has_failed(
-    tmp_path: Path,
-    staged: StagedWeights,
-    error: Exception,
-    version: int,
-    is_published: bool,
-    words: str,
+    tmp_path: Path, staged: StagedWeights, error: Exception, version: int, is_published: bool, words: str
 ) -> None:
     """A run that was resumed at step 4, or has published its weights, or made a step besides."""
     run = rescued_run(tmp_path, _works, staged if is_published else None)

@@ -45,9 +45,7 @@ class Teacher:
 
 
 def make_fleet(
-    steps: tuple[Step, ...],
-    freed: list[StoredRollout],
-    teaching: Teaching | Teacher | None = None,
+    steps: tuple[Step, ...], freed: list[StoredRollout], teaching: Teaching | Teacher | None = None
 ) -> Fleet:
     async def free(rollouts: tuple[StoredRollout, ...]) -> None:
         freed.extend(rollouts)

@@ -10,21 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from apps.grpo import GrpoRun
-from forgeasync.config import (
-    AveragedPolicy,
-    EveryVersions,
-    FixedSource,
-    TeacherSource,
-    WeightsSection,
-)
-from forgeasync.controller import (
-    WeightServing,
-)
+from forgeasync.config import AveragedPolicy, EveryVersions, FixedSource, TeacherSource, WeightsSection
+from forgeasync.controller import WeightServing
 from forgeasync.observability import root_cause
-from forgeasync.runtime import (
-    MovingTeacher,
-    ReplicaState,
-)
+from forgeasync.runtime import MovingTeacher, ReplicaState
 from forgeasync.trainer import NonFiniteWeights
 from forgeasync.weights import FetchReport, Manifest
 from tests.support.loops import (
@@ -102,20 +91,6 @@ def test_without_age_a_step_waits_until_the_version_before_is_served() -> None:
 
     run_loops(run, body)
     assert len(trainer.steps) == MAX_STEPS
-
-
-def test_an_evaluation_waits_until_its_version_is_staged() -> None:
-    run, trainer, _, recorder = make_held_run(
-        "max_off_policy_steps=2", "evaluation.every_steps=1", "evaluation.mode=pinned"
-    )
-
-    async def body() -> None:
-        for version in range(1, MAX_STEPS + 1):
-            await let_others_run()
-            assert len(trainer.steps) == version == len(recorder.accuracies)
-            trainer.let_go[version].set()
-
-    run_loops(run, body)
 
 
 @pytest.mark.parametrize("has_begun", [False, True])

@@ -310,10 +310,7 @@ def folders_of(controller: int) -> list[Path]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("number", "expected"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143)],
-)
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_run_cleanly(
     config_file: Path, tmp_path: Path, number: signal.Signals, expected: int
 ) -> None:

@@ -41,11 +41,7 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_shipped_config_runs_through_all_rooms(
-    kind: str,
-    overrides: Sequence[str],
-    repositories: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, overrides: Sequence[str], repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As activating the environment does: the MCP server is started by `python`.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

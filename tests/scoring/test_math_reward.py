@@ -133,17 +133,7 @@ def test_endless_expressions_are_cut_off_and_counted(impatient: VerifierPool, ex
         "answer: " * 130_000,
         "\x00\ud800\n" * 1000,
     ],
-    ids=[
-        "nesting",
-        "open boxes",
-        "braces",
-        "digits",
-        "sum",
-        "dollars",
-        "fractions",
-        "anchors",
-        "surrogates",
-    ],
+    ids=["nesting", "open boxes", "braces", "digits", "sum", "dollars", "fractions", "anchors", "surrogates"],
 )
 def test_monstrous_strings_score_zero(impatient: VerifierPool, response: str) -> None:
     assert not verify(impatient, response, "41").is_correct

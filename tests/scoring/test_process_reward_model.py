@@ -14,10 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
-from forgeasync.config import (
-    ProcessRewardModel,
-    ScorerSection,
-)
+from forgeasync.config import ProcessRewardModel, ScorerSection
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, ScoreStatus, Task
 from forgeasync.runtime import RunRewards

@@ -122,9 +122,7 @@ one_score = st.builds(
 
 
 @given(st.lists(st.lists(st.tuples(one_score, st.integers(0, 10**6)), min_size=1, max_size=4), max_size=6))
-def test_counts_of_scored_groups_are_those_of_their_definition(
-    groups: list[list[tuple[Score, int]]],
-) -> None:
+def test_counts_of_scored_groups_are_those_of_their_definition(groups: list[list[tuple[Score, int]]]) -> None:
     counts = ScoredGroups()
     for group in groups:
         counts.add([score for score, _ in group], [length for _, length in group])

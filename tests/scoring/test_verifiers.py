@@ -59,8 +59,7 @@ WEAKER = ScorerSection(num_workers=1, allow_weaker_isolation=True)
 NO_BUBBLEWRAP = FoundBubblewrap(path=None, problem="the test wants none")
 
 both_isolations = pytest.mark.parametrize(
-    "bubblewrap",
-    [pytest.param(find_bubblewrap(), id="bubblewrap"), pytest.param(NO_BUBBLEWRAP, id="none")],
+    "bubblewrap", [pytest.param(find_bubblewrap(), id="bubblewrap"), pytest.param(NO_BUBBLEWRAP, id="none")]
 )
 
 
