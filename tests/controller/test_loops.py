@@ -370,19 +370,21 @@ def test_filters_leave_out_rollouts() -> None:
         assert list(group.rewards) == [score.value for score in group.scores] == pytest.approx(rewards)
 
 
-def test_steps_that_do_not_fit_cost_their_group_and_not_the_run() -> None:
+def test_steps_reach_what_trains_and_where_they_do_not_fit_cost_their_group_and_not_the_run() -> None:
     """Every third group has rewards of steps for one of its rollouts only."""
+    steps = (Step(end=1, value=1.0),)
 
     async def with_steps(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
         scored = await score_by_text(task, responses, first)
-        if task.source_index % 3 or first:
+        if task.source_index % 3 == 0 and first:
             return scored
-        only = dataclasses.replace(scored.scores[0], steps=(Step(end=1, value=1.0),))
-        return ScoredResponses(scores=(only,), counts=scored.counts)
+        scores = tuple(dataclasses.replace(score, steps=steps) for score in scored.scores)
+        return ScoredResponses(scores=scores, counts=scored.counts)
 
     recorder = Recorder()
     run_scored_by(with_steps, recorder)
     assert len(recorder.batches) == MAX_STEPS
+    assert all(group.steps == (steps,) * 4 for batch in recorder.batches for group in batch.groups)
     assert recorder.problems and all("has no rewards of steps" in text for text in recorder.problems)
 
 

@@ -174,10 +174,10 @@ def scored_at_once(rewards: RunRewards, groups: list[list[Response]]) -> list[ob
 class TestRewardsOfARun:
     def test_coroutines_run_side_by_side(self, make_rewards: Callable[..., RunRewards]) -> None:
         rewards = make_rewards(own("slow", limit_s=300.0))
-        groups = [some("meet 40", "meet 40")] * 20 + [some("own timeout")]
+        groups = [some("meet 40", "meet 40")] * 20 + [some("fine", "own timeout")]
         *fine, own_timeout = scored_at_once(rewards, groups)
         assert fine == [(Score(1.0, True),) * 2] * 20
-        assert "rollout 0: TimeoutError: the judge did not answer" in str(own_timeout)
+        assert "rollout 1: TimeoutError: the judge did not answer" in str(own_timeout)
         assert rewards.counts == VerifierCounts()
 
     @pytest.mark.parametrize(
