@@ -306,11 +306,10 @@ async def test_a_run_told_to_stop_right_after_a_checkpoint_writes_no_second_one(
 VERSION = 7
 
 
-def whole(names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    return {name: torch.randn(6, 5, generator=torch.Generator().manual_seed(len(name))) for name in names}
-
-
-TENSORS = whole(("embedding", "an expert", "another expert"))
+TENSORS = {
+    name: torch.randn(6, 5, generator=torch.Generator().manual_seed(len(name)))
+    for name in ("embedding", "an expert", "another expert")
+}
 
 
 @pytest.fixture

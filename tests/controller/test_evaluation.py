@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apps.grpo import GrpoRun
-from forgeasync.config import Ending, RunConfig, SamplingSection, ScorerSection
+from forgeasync.config import Ending, SamplingSection, ScorerSection
 from forgeasync.controller import (
     EvaluationFolder,
     EvaluationSchedule,
@@ -175,13 +175,6 @@ def test_a_response_carries_the_versions_that_sampled_it() -> None:
     assert sampled_response(rollout).versions == VersionRange(first=4, last=7)
 
 
-def make_schedule(config: RunConfig) -> EvaluationSchedule:
-    async def until_served(version: int) -> None:
-        return None
-
-    return EvaluationSchedule(make_prepared(config), None, Console(), until_served=until_served)
-
-
 @given(
     max_steps=st.integers(1, 12),
     every=st.integers(1, 5),
@@ -198,8 +191,12 @@ def test_every_evaluation_that_has_begun_is_on_one_line_and_the_last_version_is_
     begun: list[int] = []
     on_line: dict[int, object] = {}
 
+    async def until_served(version: int) -> None:
+        return None
+
     async def go() -> None:
-        schedule = make_schedule(config)
+        prepared = make_prepared(config)
+        schedule = EvaluationSchedule(prepared, None, Console(), until_served=until_served)
         now = first
         tick = asyncio.Condition()
         is_free = False

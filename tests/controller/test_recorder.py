@@ -27,7 +27,7 @@ from forgeasync.trainer import StepResult
 from forgeasync.weights import FetchReport, WeightLedger
 from tests.support.buffer_world import make_snapshot, make_task
 from tests.support.loops import make_config, make_scoring
-from tests.support.rollouts import make_ref, make_stored_rollout
+from tests.support.rollouts import make_stored_rollout
 from tests.support.step_records import TRAINER
 
 ONE_OF_FOUR = HeldOutScores(num_correct=1, score_sum=2.0, num_scored=4, num_unscored=0)
@@ -39,19 +39,9 @@ PROMPTS = PromptEncoder(character_tokenizer(chat_template=False), chat_template=
 
 
 def make_group(group_id: int, rewards: tuple[float, float]) -> Group:
-    """Two rollouts of 3 prompt tokens and 4 response tokens, with payloads of 250 bytes together each."""
+    """Two rollouts of 3 prompt tokens and 4 response tokens."""
     rollouts = tuple(
-        dataclasses.replace(
-            rollout,
-            branches=(
-                dataclasses.replace(
-                    rollout.branches[0], prompt=make_ref(num_bytes=90), response=make_ref(num_bytes=160)
-                ),
-            ),
-        )
-        for rollout in (
-            make_stored_rollout((0, 0, 4), num_prompt_tokens=3, text=str(reward)) for reward in rewards
-        )
+        make_stored_rollout((0, 0, 4), num_prompt_tokens=3, text=str(reward)) for reward in rewards
     )
     return Group(
         group_id=group_id, draw_id=group_id, task=make_task(group_id), rollouts=rollouts, rewards=rewards

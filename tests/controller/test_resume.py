@@ -160,7 +160,9 @@ def test_a_start_of_another_run_removes_the_files_of_a_dead_one_but_not_of_a_liv
         folder = Path(said[2])
         # Another host of the same run, as a process of this machine, is still there.
         other = folder.with_name(f"{folder.name[:-49]}{'0' * 16}-{marks[0]}")
-        descriptor = _lock_new_folder(other)
+        other.mkdir()
+        descriptor = os.open(other, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         # What is there counts, not who removed it: another run on this machine may start meanwhile.
         try:
             sweep_stale_folders()
@@ -171,13 +173,6 @@ def test_a_start_of_another_run_removes_the_files_of_a_dead_one_but_not_of_a_liv
         assert not other.exists()
         assert not list(files_of(marks[0])) and len(list(files_of(marks[1]))) == 2
         assert live.poll() is None
-
-
-def _lock_new_folder(folder: Path) -> int:
-    folder.mkdir()
-    descriptor = os.open(folder, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return descriptor
 
 
 def test_the_end_of_a_run_removes_what_its_killed_processes_have_left(

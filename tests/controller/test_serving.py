@@ -48,20 +48,15 @@ class HeldTrainer(Trainer):
         return make_manifest(version, slot)
 
 
-def make_held_run(*overrides: str) -> tuple[GrpoRun, HeldTrainer, Generators, Recorder]:
+def test_the_next_step_is_made_while_a_version_is_staged_and_publishes_after_it() -> None:
     trainer, generators, recorder = HeldTrainer(), Generators(2), Recorder()
     run = make_run(
-        make_config(*overrides),
+        make_config("max_off_policy_steps=2", "max_steps=4"),
         trainer=trainer,
         generators=generators,
         recorder=recorder,
         held_out=[make_problem(10)],
     )
-    return run, trainer, generators, recorder
-
-
-def test_the_next_step_is_made_while_a_version_is_staged_and_publishes_after_it() -> None:
-    run, trainer, generators, recorder = make_held_run("max_off_policy_steps=2", "max_steps=4")
 
     async def body() -> None:
         await let_others_run()
@@ -81,7 +76,8 @@ def test_the_next_step_is_made_while_a_version_is_staged_and_publishes_after_it(
 
 
 def test_without_age_a_step_waits_until_the_version_before_is_served() -> None:
-    run, trainer, _, _ = make_held_run("max_off_policy_steps=0")
+    trainer = HeldTrainer()
+    run = make_run(make_config("max_off_policy_steps=0"), trainer=trainer, held_out=[make_problem(10)])
 
     async def body() -> None:
         for version in range(1, MAX_STEPS + 1):

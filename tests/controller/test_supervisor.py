@@ -136,15 +136,12 @@ def orphans(folder: Path) -> list[int]:
     """Those that still run."""
     file = folder / "orphans"
     pids = map(int, file.read_text().split()) if file.exists() else ()
-    return [pid for pid in pids if is_running(pid) and program_of(pid) == "sleep"]
-
-
-def program_of(pid: int) -> str:
-    """Empty if the process has ended."""
-    try:
-        return psutil.Process(pid).name()
-    except psutil.NoSuchProcess:
-        return ""
+    found = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            if is_running(pid) and psutil.Process(pid).name() == "sleep":
+                found.append(pid)
+    return found
 
 
 def events(folder: Path) -> list[tuple[str, str, str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config import RunConfig, dump_config, load_config
+from forgeasync.config import dump_config
 from forgeasync.controller import open_files
 from forgeasync.controller.resume import _changes
 from forgeasync.observability import check_run_dir
@@ -218,10 +218,6 @@ def test_changes_of_the_config_are_named_with_both_values(tmp_path: Path) -> Non
     assert said == f'max_steps: 7 -> 3, name: "${{x}}" -> "tiny", run_dir: {long}... -> null'
     many = _changes("name: tiny", config)
     assert many.count("->") == 12 and " more" in many.rpartition(" and ")[2]
-
-
-def load(config_file: Path, *overrides: str) -> RunConfig:
-    return load_config(config_file, overrides)
 
 
 def test_other_problems_under_the_same_names_are_refused(config_file: Path, interrupted: Path) -> None:
