@@ -38,8 +38,7 @@ def test_a_teacher_that_is_the_student_sees_no_gap(config_file: Path, tmp_path: 
     run_dir = tmp_path / "run"
     topk = f"{{kind: topk_kl, divergence: reverse, top_k: 12, ids: {ids}}}"
     terms = f"algorithm.terms=[{{kind: sampled_reverse_kl}}, {topk}]"
-    process = start(config_file, f"run_dir={run_dir}", "max_steps=2", *SAMPLING, terms, app="apps.distill")
-    completed(process)
+    completed(start(config_file, f"run_dir={run_dir}", "max_steps=2", *SAMPLING, terms, app="apps.distill"))
     _, first, second = read_lines(run_dir / "metrics.jsonl")
     assert first["teacher/gap_abs_mean"] < 1e-4 and abs(first["loss"]) < 1e-4
     assert first["teacher/reverse_kl"] < 1e-4
@@ -89,8 +88,7 @@ def test_a_teacher_that_reads_a_hint_sees_the_same_response(config_file: Path, t
         run_dir = tmp_path / f"run-{len(gaps)}"
         hint = ("teachers.own.max_context_length=160", f"teachers.own.prompt={template}")
         shorter = "model.max_context_length=150"
-        process = start(config_file, f"run_dir={run_dir}", "max_steps=1", shorter, *hint, app="apps.distill")
-        completed(process)
+        completed(start(config_file, f"run_dir={run_dir}", "max_steps=1", shorter, *hint, app="apps.distill"))
         gaps.append(read_lines(run_dir / "metrics.jsonl")[-1]["teacher/gap_abs_mean"])
     assert gaps[0] < 1e-4 < 1e-3 < gaps[1]
 

@@ -162,16 +162,17 @@ def test_a_run_that_was_killed_after_its_last_step_is_brought_to_its_end(
 def test_resumed_under_another_layout_and_with_another_learning_rate(
     config_file: Path, whole_run: Path, interrupted: Path
 ) -> None:
-    process = start(
-        config_file,
-        f"run_dir={interrupted}",
-        "trainer.parallel.num_procs=1",
-        "trainer.parallel.expert=1",
-        "max_steps=3",
-        "--resume",
-        str(interrupted / "checkpoints" / "step-00000002"),
+    out = completed(
+        start(
+            config_file,
+            f"run_dir={interrupted}",
+            "trainer.parallel.num_procs=1",
+            "trainer.parallel.expert=1",
+            "max_steps=3",
+            "--resume",
+            str(interrupted / "checkpoints" / "step-00000002"),
+        )
     )
-    out = completed(process)
     assert "the config differs: the one before moved to config.cut-1.yaml; max_steps: 5 -> 3" in out
     assert "trainer.parallel.expert: 2 -> 1, trainer.parallel.num_procs: 2 -> 1" in out
     line, whole = (read_lines(folder / "metrics.jsonl")[3] for folder in (interrupted, whole_run))

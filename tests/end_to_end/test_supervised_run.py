@@ -113,8 +113,7 @@ def test_kills_of_the_controller_and_of_everything_lose_nothing(tmp_path: Path) 
     finally:
         send_signal(seen.running())
         process.wait()
-    process = start(config_file, f"run_dir={run_dir}", "--resume", "latest")
-    out = completed(process, deadline_s=WAIT_S)
+    out = completed(start(config_file, f"run_dir={run_dir}", "--resume", "latest"), deadline_s=WAIT_S)
     assert "the controller of this run has died: process " in out
     assert not seen.files() and not list(SHARED_MEMORY.glob(f"*-{controller_of(run_dir)}-*"))
     marks.add(mark_in(run_dir))
