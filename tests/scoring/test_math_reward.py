@@ -70,7 +70,6 @@ def verify(pool: VerifierPool, response: str, answer: str) -> Score:
         (r"\boxed{4}, no: \boxed\frac{1}{2} it is", "0.5", 1.0),
         (r"} } \boxed{4} and not 3", "4", 1.0),
         (r"\boxedtext{5} but 6", "5", 0.0),
-        (r"\boxed{\boxed{1} \boxed{2}}", "2", 0.0),
         (r"\boxed{1} \boxed", "1", 0.0),
         (r"\boxed{4} no, \boxed 5", "4", 0.0),
         (r"\boxed{5} is it, not 6.", "5", 1.0),
