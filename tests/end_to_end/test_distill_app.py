@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.end_to_end.live_runs import completed, pid_of
-from tests.support.app_runs import check_ledger, read_lines, run_here, start, wait_for_step
+from tests.support.app_runs import check_ledger, finish, read_lines, run_here, start, wait_for_step
 from tests.support.runs import write_tiny_run
 
 SAMPLING = ("sampling.temperature=0.7", "sampling.top_p=0.9", "sampling.top_k=12")
@@ -38,7 +37,9 @@ def test_a_teacher_that_is_the_student_sees_no_gap(config_file: Path, tmp_path: 
     run_dir = tmp_path / "run"
     topk = f"{{kind: topk_kl, divergence: reverse, top_k: 12, ids: {ids}}}"
     terms = f"algorithm.terms=[{{kind: sampled_reverse_kl}}, {topk}]"
-    completed(start(config_file, f"run_dir={run_dir}", "max_steps=2", *SAMPLING, terms, app="apps.distill"))
+    process = start(config_file, f"run_dir={run_dir}", "max_steps=2", *SAMPLING, terms, app="apps.distill")
+    code, _, err = finish(process)
+    assert code == 0, err
     _, first, second = read_lines(run_dir / "metrics.jsonl")
     assert first["teacher/gap_abs_mean"] < 1e-4 and abs(first["loss"]) < 1e-4
     assert first["teacher/reverse_kl"] < 1e-4
@@ -69,7 +70,8 @@ def test_a_reference_in_the_pool_says_what_the_trainers_own_does(config_file: Pa
     found = {}
     for name, way in ways.items():
         run_dir, file = tmp_path / name, without if name == "trainer" else config_file
-        completed(start(file, f"run_dir={run_dir}", *same, *way, app="apps.grpo"))
+        code, _, err = finish(start(file, f"run_dir={run_dir}", *same, *way, app="apps.grpo"))
+        assert code == 0, err
         found[name] = read_lines(run_dir / "metrics.jsonl")[1:]
     for step, (own, pooled) in enumerate(zip(found["trainer"], found["pool"], strict=True)):
         assert own["reward/mean"] == pooled["reward/mean"]
@@ -88,7 +90,9 @@ def test_a_teacher_that_reads_a_hint_sees_the_same_response(config_file: Path, t
         run_dir = tmp_path / f"run-{len(gaps)}"
         hint = ("teachers.own.max_context_length=160", f"teachers.own.prompt={template}")
         shorter = "model.max_context_length=150"
-        completed(start(config_file, f"run_dir={run_dir}", "max_steps=1", shorter, *hint, app="apps.distill"))
+        process = start(config_file, f"run_dir={run_dir}", "max_steps=1", shorter, *hint, app="apps.distill")
+        code, _, err = finish(process)
+        assert code == 0, err
         gaps.append(read_lines(run_dir / "metrics.jsonl")[-1]["teacher/gap_abs_mean"])
     assert gaps[0] < 1e-4 < 1e-3 < gaps[1]
 
@@ -99,8 +103,11 @@ def test_a_teacher_that_is_killed_is_replaced_and_no_group_is_lost(config_file: 
     run_dir = tmp_path / "run"
     process = start(config_file, f"run_dir={run_dir}", "max_steps=30", app="apps.grpo")
     wait_for_step(run_dir, process)
-    os.kill(pid_of(run_dir, "teacher own"), signal.SIGKILL)
-    completed(process)
+    listed = json.loads((run_dir / "procs.json").read_text())["procs"]
+    (teacher,) = [one for one in listed if one["role"].startswith("teacher")]
+    os.kill(teacher["pid"], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 0, err
     last = read_lines(run_dir / "metrics.jsonl")[-1]
     assert last["faults/detected_teacher"] == last["faults/recovered_teacher"] == 1
     assert last["dropped/unscored"] == 0
@@ -129,7 +136,8 @@ def test_a_teacher_that_moves_follows_the_policy(
     moving = (f"teachers.own.source={source}", "teachers.own.model_path=null", *more)
     lengths = ("teachers.own.max_context_length=160", "model.max_context_length=150")
     overrides = (f"run_dir={run_dir}", *moving, *lengths, "max_off_policy_steps=1")
-    completed(start(config_file, *overrides, f"max_steps={NUM_STEPS}", app="apps.distill"))
+    code, _, err = finish(start(config_file, *overrides, f"max_steps={NUM_STEPS}", app="apps.distill"))
+    assert code == 0, err
     _, *lines = read_lines(run_dir / "metrics.jsonl")
     served = [line["teacher/served_version"] for line in lines]
     assert served == sorted(served) and served[-1] >= 4
@@ -154,7 +162,8 @@ def test_a_teacher_that_moves_follows_the_policy(
 def goes_on_where_it_was(config_file: Path, run_dir: Path, overrides: tuple[str, ...]) -> None:
     """A resumed run's teacher has the average of the checkpoint before it is asked anything."""
     longer = (*overrides, f"max_steps={NUM_STEPS + 2}", "--resume", "latest")
-    completed(start(config_file, *longer, app="apps.distill"))
+    code, _, err = finish(start(config_file, *longer, app="apps.distill"))
+    assert code == 0, err
     lines = read_lines(run_dir / "metrics.jsonl")[NUM_STEPS + 1 :]
     assert len(lines) == 2
     for line in lines:
@@ -169,7 +178,8 @@ def test_a_fleet_has_teachers_that_follow_what_it_publishes(config_file: Path, t
     lengths = ("teachers.own.max_context_length=160", "model.max_context_length=150")
     moving = ("teachers.own.source=live", "teachers.own.model_path=null")
     overrides = (f"run_dir={tmp_path / 'run'}", *lengths, *moving, *SAMPLING)
-    out = completed(start(config_file, *overrides, app="tests.support.taught_fleet"))
+    code, out, err = finish(start(config_file, *overrides, app="tests.support.taught_fleet"))
+    assert code == 0, err
     first, second = map(json.loads, out.splitlines()[-2:])
     for step, line in enumerate((first, second)):
         assert line["teacher/gap_abs_mean"] < 1e-4 and line["teacher/taught_share"] == 1.0

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from forgeasync.checkpoints import list_checkpoints
-from forgeasync.controller import newest_step
-from tests.end_to_end.live_runs import completed, until
-from tests.support.app_runs import check_ledger, read_lines, start
+from tests.support.app_runs import DEADLINE_S, check_ledger, finish, read_lines, start
 from tests.support.disks import fill_up, small_disk
 from tests.support.runs import write_tiny_run
 
@@ -24,13 +22,16 @@ def test_a_run_waits_for_room_and_loses_nothing(tmp_path: Path) -> None:
         run_dir = disk / "run"
         process = start(file, f"run_dir={run_dir}", f"max_steps={NUM_STEPS}", "checkpoint.every_steps=1")
         try:
+            end_s = time.monotonic() + DEADLINE_S
             metrics = run_dir / "metrics.jsonl"
-            until(process, lambda: newest_step(metrics) >= 3)
+            while not (metrics.exists() and len(metrics.read_bytes().splitlines()) > 3):
+                assert process.poll() is None and time.monotonic() < end_s
+                time.sleep(0.1)
             filler = disk / "filler"
             faults, num_before = run_dir / "faults.jsonl", -1
             # It stands still once two looks, with more than a step between them, find the same steps.
             while (num_lines := len(metrics.read_bytes().splitlines())) != num_before:
-                assert process.poll() is None
+                assert process.poll() is None and time.monotonic() < end_s
                 num_before = num_lines
                 for _ in range(400):
                     # What the run removes, such as a checkpoint that has failed, makes room again.
@@ -44,7 +45,8 @@ def test_a_run_waits_for_room_and_loses_nothing(tmp_path: Path) -> None:
         except BaseException:
             process.kill()
             raise
-        out = completed(process)
+        code, out, err = finish(process)
+        assert code == 0, err
         events = [json.loads(line) for line in faults.read_text().splitlines()]
         assert {one["role"] for one in events} == {"storage"}
         assert [one["event"] for one in events].count("detected") == len(events) / 2 >= 1

@@ -15,7 +15,6 @@ from forgeasync.checkpoints import checkpoint_name
 from forgeasync.observability import Lane, State, named_lanes, shares
 from forgeasync.plugins.viewer import RunReader, status_of
 from forgeasync.testing import tiny_config
-from tests.end_to_end.live_runs import completed
 from tests.support.app_runs import (
     NEVER_ENDING,
     check_ledger,
@@ -109,7 +108,8 @@ def check_verdict(run_dir: Path, out: str) -> None:
 def test_a_run_writes_what_it_promises(config_file: Path, tmp_path: Path, steps_off_policy: int) -> None:
     run_dir = tmp_path / "run"
     bound = f"max_off_policy_steps={steps_off_policy}"
-    out = completed(start(config_file, f"run_dir={run_dir}", "max_steps=4", bound))
+    code, out, err = finish(start(config_file, f"run_dir={run_dir}", "max_steps=4", bound))
+    assert code == 0, err
     check_verdict(run_dir, out)
     assert "\x1b" not in out, "a pipe gets plain lines"
     assert len(re.findall(r"^step +[1-4]/4 ", out, re.MULTILINE)) == 4
@@ -173,7 +173,7 @@ def check_tokens(rollouts: list[dict], steps: list[dict], lines: list[dict]) -> 
 @pytest.mark.exhaustive
 def test_a_run_that_drops_cancels_and_filters_frees_all_it_loses(config_file: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    completed(
+    code, _, err = finish(
         start(
             config_file,
             f"run_dir={run_dir}",
@@ -186,6 +186,7 @@ def test_a_run_that_drops_cancels_and_filters_frees_all_it_loses(config_file: Pa
             "algorithm.corrections=[{kind: truncated_is, cap: 2.0}]",
         )
     )
+    assert code == 0, err
     _, *steps = read_lines(run_dir / "metrics.jsonl")
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
     assert max(line["off_policy/age_max"] for line in steps) <= 1
@@ -309,7 +310,10 @@ def folders_of(controller: int) -> list[Path]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143)],
+)
 def test_a_signal_ends_the_run_cleanly(
     config_file: Path, tmp_path: Path, number: signal.Signals, expected: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pytest
 from forgeasync.buffer import AnyEvent, LedgerLines, Restored, Resumed, Sampled, Trained, attempt_and_prompt
 from forgeasync.checkpoints import list_checkpoints, step_of
 from forgeasync.rollouts import SUFFIX, SpilledGroupTorn, read_spilled
-from tests.end_to_end.live_runs import completed, until
 from tests.support.app_runs import (
     DEADLINE_S,
     NEVER_ENDING,
@@ -62,12 +62,17 @@ def steps_after(events: list[AnyEvent], step: int) -> dict[int, set[int]]:
     return {one.step: set(one.prompts) for one in events if isinstance(one, Trained) and one.step > step}
 
 
-def two_steps_would_be_lost(run_dir: Path) -> bool:
+def run_until_two_steps_would_be_lost(process: subprocess.Popen[str], run_dir: Path) -> None:
     """Past a checkpoint, with the groups of the first step after it on the disk."""
-    if not (step := newest_checkpoint(run_dir)):
-        return False
-    lost = steps_after(events_of(run_dir / "ledger.jsonl"), step)
-    return 2 <= len(lost) <= EVERY // 2 and lost[step + 1] <= texts_on_disk(run_dir).keys()
+    end_s = time.monotonic() + DEADLINE_S
+    while True:
+        if step := newest_checkpoint(run_dir):
+            lost = steps_after(events_of(run_dir / "ledger.jsonl"), step)
+            if 2 <= len(lost) <= EVERY // 2 and lost[step + 1] <= texts_on_disk(run_dir).keys():
+                return
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end_s, "no two steps after a checkpoint"
+        time.sleep(0.02)
 
 
 @pytest.mark.exhaustive
@@ -84,7 +89,7 @@ def test_a_killed_controller_goes_on_with_its_finished_groups(tmp_path: Path) ->
     run_dir = tmp_path / "run"
     ledger, metrics = run_dir / "ledger.jsonl", run_dir / "metrics.jsonl"
     process = start(file, f"run_dir={run_dir}", NEVER_ENDING)
-    until(process, lambda: two_steps_would_be_lost(run_dir))
+    run_until_two_steps_would_be_lost(process, run_dir)
     kill_everything(process.pid)
     finish(process)
     first_step, before, on_disk = newest_checkpoint(run_dir), events_of(ledger), texts_on_disk(run_dir)
@@ -95,7 +100,11 @@ def test_a_killed_controller_goes_on_with_its_finished_groups(tmp_path: Path) ->
     finished = on_disk.keys() - ended
 
     process = start(file, f"run_dir={run_dir}", NEVER_ENDING, "--resume", "latest")
-    until(process, lambda: any(isinstance(one, Resumed) for one in events_of(ledger)))
+    end_s = time.monotonic() + DEADLINE_S
+    while not any(isinstance(one, Resumed) for one in events_of(ledger)):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
     kill_everything(process.pid)
     finish(process)
     assert texts_on_disk(run_dir).keys() >= finished
@@ -103,7 +112,8 @@ def test_a_killed_controller_goes_on_with_its_finished_groups(tmp_path: Path) ->
     num_steps = max(lost) + NUM_MORE
     before = events_of(ledger)
     process = start(file, f"run_dir={run_dir}", f"max_steps={num_steps}", "--resume", "latest")
-    out = completed(process, deadline_s=600.0)
+    code, out, err = finish(process, deadline_s=600.0)
+    assert code == 0, err
     after = events_of(ledger)[len(before) :]
     (resumed,) = (one for one in after if isinstance(one, Resumed))
     assert resumed.step == first_step

@@ -1,23 +1,51 @@
 """A run whose generators are killed and stopped, one after the other, makes all of its steps."""
 
+import json
 import os
 import signal
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from forgeasync.controller import newest_step
-from tests.end_to_end.live_runs import pid_of, until
 from tests.support.app_runs import NEVER_ENDING, check_open_ledger, finish, read_lines, start
 from tests.support.runs import write_tiny_run
 
 LIMIT_S = 600.0
 
 
-def events(run_dir: Path, event: str) -> list[dict[str, object]]:
-    file = run_dir / "faults.jsonl"
-    lines = read_lines(file) if file.exists() else []
-    return [line for line in lines if line["event"] == event]
+class Run:
+    """The files of a run that goes on."""
+
+    def __init__(self, run_dir: Path, process: subprocess.Popen[str]) -> None:
+        self.run_dir = run_dir
+        self.process = process
+
+    def until(self, is_reached: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + LIMIT_S
+        while not is_reached():
+            assert self.process.poll() is None, "the run has ended"
+            assert time.monotonic() < end_s, is_reached
+            time.sleep(0.1)
+
+    def num_steps(self) -> int:
+        file = self.run_dir / "metrics.jsonl"
+        return len(file.read_text().splitlines()) - 1 if file.exists() else 0
+
+    def until_more_steps(self, count: int) -> None:
+        wanted = self.num_steps() + count
+        self.until(lambda: self.num_steps() >= wanted)
+
+    def pid(self, rank: int) -> int:
+        procs = json.loads((self.run_dir / "procs.json").read_text())["procs"]
+        return next(one["pid"] for one in procs if (one["role"], one["rank"]) == ("generator", rank))
+
+    def events(self, event: str) -> list[dict[str, object]]:
+        file = self.run_dir / "faults.jsonl"
+        lines = read_lines(file) if file.exists() else []
+        return [line for line in lines if line["event"] == event]
 
 
 @pytest.mark.exhaustive
@@ -35,29 +63,26 @@ def test_generators_are_killed_and_stopped_and_nothing_is_lost(tmp_path: Path) -
         "evaluation.every_steps=100000",
         "logging.rollouts_per_step=100",
     )
-    metrics = run_dir / "metrics.jsonl"
-
-    def until_more_steps() -> None:
-        wanted = newest_step(metrics) + 3
-        until(process, lambda: newest_step(metrics) >= wanted, limit_s=LIMIT_S)
-
+    run = Run(run_dir, process)
     try:
-        until_more_steps()
-        killed, stopped = (pid_of(run_dir, "generator", rank) for rank in (0, 1))
+        run.until(lambda: run.num_steps() >= 3)
+        killed, stopped = run.pid(0), run.pid(1)
         os.kill(killed, signal.SIGKILL)
-        until(process, lambda: len(events(run_dir, "recovered")) == 1, limit_s=LIMIT_S)
-        assert pid_of(run_dir, "generator", 0) != killed
-        until_more_steps()
+        run.until(lambda: len(run.events("recovered")) == 1)
+        assert run.pid(0) != killed
+        run.until_more_steps(3)
         os.kill(stopped, signal.SIGSTOP)
-        until(process, lambda: len(events(run_dir, "recovered")) == 2, limit_s=LIMIT_S)
-        until_more_steps()
+        run.until(lambda: len(run.events("recovered")) == 2)
+        run.until_more_steps(3)
     finally:
         # The run ends in order, and whatever has happened leaves nothing behind.
         process.send_signal(signal.SIGTERM)
         _, _, err = finish(process)
-    died, stood_still = detected = events(run_dir, "detected")
-    silent = "has not answered for generator.heartbeat_s = 8 s"
-    assert [event["what"] for event in detected] == ["has died", silent], err
+    assert [event["what"] for event in run.events("detected")] == [
+        "has died",
+        "has not answered for generator.heartbeat_s = 8 s",
+    ], err
+    died, stood_still = run.events("detected")
     assert "evidence" not in died and "the controller waits in GrpoRun." in str(stood_still["evidence"])
     _, *steps = read_lines(run_dir / "metrics.jsonl")
     last = steps[-1]

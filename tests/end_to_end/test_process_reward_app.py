@@ -11,8 +11,7 @@ import pytest
 
 from forgeasync.files import RUN_MARK
 from forgeasync.processes import marked_processes
-from tests.end_to_end.live_runs import completed
-from tests.support.app_runs import check_ledger, read_lines, start, wait_for_step
+from tests.support.app_runs import check_ledger, finish, read_lines, start, wait_for_step
 from tests.support.models import write_process_reward_model
 from tests.support.runs import write_tiny_run
 
@@ -44,7 +43,8 @@ def test_a_run_trains_on_rewards_of_steps_and_outlives_their_engine(tmp_path: Pa
     wait_for_step(run_dir, process)
     (engine,) = engines_of(run_dir)
     os.kill(engine.pid, signal.SIGKILL)
-    completed(process)
+    code, _, err = finish(process)
+    assert code == 0, err
     _, *lines = read_lines(run_dir / "metrics.jsonl")
     assert len(lines) == NUM_STEPS
     for line in lines:

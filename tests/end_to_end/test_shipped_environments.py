@@ -14,8 +14,7 @@ from examples.agents.model import write_model
 from examples.agents.repositories import main as write_repositories
 from forgeasync.config import check_without_model, load_config
 from forgeasync.environments import build_source
-from tests.end_to_end.live_runs import completed
-from tests.support.app_runs import REPOSITORY, read_lines, start
+from tests.support.app_runs import REPOSITORY, finish, read_lines, start
 
 KINDS = ("game", "mcp", "coding")
 
@@ -42,7 +41,11 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_shipped_config_runs_through_all_rooms(
-    kind: str, overrides: Sequence[str], repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    overrides: Sequence[str],
+    repositories: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # As activating the environment does: the MCP server is started by `python`.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -50,7 +53,8 @@ def test_a_shipped_config_runs_through_all_rooms(
     more = [*overrides, "max_steps=2", f"run_dir={run_dir}", "logging.rollouts_per_step=100"]
     if kind == "coding":
         more.append(f"data.source.path={repositories / 'records.jsonl'}")
-    out = completed(start(config_file(kind), *more))
+    code, out, err = finish(start(config_file(kind), *more))
+    assert code == 0, err
     assert "environment ready" in out
     _, *steps = read_lines(run_dir / "metrics.jsonl")
     assert [line["step"] for line in steps] == [1, 2]

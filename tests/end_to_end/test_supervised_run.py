@@ -11,10 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.controller import newest_step
 from forgeasync.files import RUN_MARK, SHARED_MEMORY, files_of
-from tests.end_to_end.live_runs import completed
-from tests.support.app_runs import check_ledger, controller_of, read_lines, run_here, start
+from tests.support.app_runs import check_ledger, controller_of, finish, read_lines, run_here, start
 from tests.support.processes import send_signal
 from tests.support.runs import write_tiny_run
 
@@ -60,6 +58,12 @@ def wait_until(is_so: Callable[[], bool], seen: Seen, limit_s: float = WAIT_S) -
         time.sleep(0.1)
 
 
+def newest(run_dir: Path) -> int:
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else -1
+
+
 def num_recovered(run_dir: Path) -> int:
     file = run_dir / "faults.jsonl"
     return file.read_text().count('"recovered"') if file.exists() else 0
@@ -76,14 +80,13 @@ def mark_in(run_dir: Path) -> str:
 def test_kills_of_the_controller_and_of_everything_lose_nothing(tmp_path: Path) -> None:
     overrides = (f"max_steps={NUM_STEPS}", "checkpoint={every_steps: 2, keep: 2}")
     config_file, run_dir = write_tiny_run(tmp_path, *overrides, scale=4.0), tmp_path / "run"
-    metrics = run_dir / "metrics.jsonl"
     # What is imported once makes the second start quick: the first run must still be there.
     code, _, err = run_here("--config", str(config_file), "--dry-run")
     assert code == 0, err
     process = start(config_file, f"run_dir={run_dir}", "--supervise")
     seen = Seen(process)
     try:
-        wait_until(lambda: newest_step(metrics) >= 3 or process.poll() is not None, seen)
+        wait_until(lambda: newest(run_dir) >= 3 or process.poll() is not None, seen)
         holder = json.loads((run_dir / "run.lock").read_text())
         assert process.poll() is None and holder["pid"] != process.pid
         listed = json.loads((run_dir / "procs.json").read_text())
@@ -99,9 +102,9 @@ def test_kills_of_the_controller_and_of_everything_lose_nothing(tmp_path: Path) 
         os.kill(holder["pid"], signal.SIGKILL)
         wait_until(lambda: num_recovered(run_dir) == 1 or process.poll() is not None, seen)
         marks = {holder["mark"], mark_in(run_dir)}
-        resumed_at = newest_step(metrics)
+        resumed_at = newest(run_dir)
         assert resumed_at >= 2, "from a checkpoint"
-        wait_until(lambda: newest_step(metrics) > resumed_at or process.poll() is not None, seen)
+        wait_until(lambda: newest(run_dir) > resumed_at or process.poll() is not None, seen)
         assert process.poll() is None
         assert [one for one in first if is_running(one)] == [seen.root]
         assert not list(SHARED_MEMORY.glob(f"*-{holder['pid']}-*"))
@@ -113,7 +116,9 @@ def test_kills_of_the_controller_and_of_everything_lose_nothing(tmp_path: Path) 
     finally:
         send_signal(seen.running())
         process.wait()
-    out = completed(start(config_file, f"run_dir={run_dir}", "--resume", "latest"), deadline_s=WAIT_S)
+    process = start(config_file, f"run_dir={run_dir}", "--resume", "latest")
+    code, out, err = finish(process, deadline_s=WAIT_S)
+    assert code == 0, err
     assert "the controller of this run has died: process " in out
     assert not seen.files() and not list(SHARED_MEMORY.glob(f"*-{controller_of(run_dir)}-*"))
     marks.add(mark_in(run_dir))
