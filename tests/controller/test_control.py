@@ -59,66 +59,60 @@ async def answer_of(server: ControlServer, folder: Path, num: int) -> tuple[bool
     return answer.is_accepted, answer.words
 
 
-def test_generators_are_added_and_removed_by_draining(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with generators_of(("a", "a")) as world:
-            server = server_of(world, tmp_path, iter([LocalHost("a", [])]))
-            # Where a scripted generator is started for a new rank.
-            world.hosts.append("a")
-            assert await answer_of(server, tmp_path, 3) == (True, "generators=3: starting generators [2]")
-            await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
-            groups = [sample(world, group) for group in range(3)]
-            await world.until(lambda: set(running(world).values()) == {0, 1, 2})
-            accepted, words = await answer_of(server, tmp_path, 2)
-            assert accepted and words.startswith("generators=2: ending generator 2 (process")
-            assert world.state(2) is ReplicaState.DRAINING
-            groups.append(sample(world, 3))
-            await world.until(lambda: 3 in running(world))
-            assert running(world)[3] != 2 and len(running(world)) == 4
-            for one in world.generators.values():
-                one.is_released.set()
-            assert await asyncio.gather(*groups) == [()] * 4
-            await world.until(lambda: world.state(2) is ReplicaState.REMOVED)
-            assert world.generators[2].process.wait() is not None
-            assert world.faults.metrics()["faults/detected_generator"] == 0, "nothing has failed"
-            accepted, words = await answer_of(server, tmp_path, 4)
-            assert not accepted and "generators=4: " in words and "GPUs" in words
-            assert await answer_of(server, tmp_path, 2) == (True, "generators=2: there are so many already")
+async def test_generators_are_added_and_removed_by_draining(tmp_path: Path) -> None:
 
-    asyncio.run(go())
+    async with generators_of(("a", "a")) as world:
+        server = server_of(world, tmp_path, iter([LocalHost("a", [])]))
+        # Where a scripted generator is started for a new rank.
+        world.hosts.append("a")
+        assert await answer_of(server, tmp_path, 3) == (True, "generators=3: starting generators [2]")
+        await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
+        groups = [sample(world, group) for group in range(3)]
+        await world.until(lambda: set(running(world).values()) == {0, 1, 2})
+        accepted, words = await answer_of(server, tmp_path, 2)
+        assert accepted and words.startswith("generators=2: ending generator 2 (process")
+        assert world.state(2) is ReplicaState.DRAINING
+        groups.append(sample(world, 3))
+        await world.until(lambda: 3 in running(world))
+        assert running(world)[3] != 2 and len(running(world)) == 4
+        for one in world.generators.values():
+            one.is_released.set()
+        assert await asyncio.gather(*groups) == [()] * 4
+        await world.until(lambda: world.state(2) is ReplicaState.REMOVED)
+        assert world.generators[2].process.wait() is not None
+        assert world.faults.metrics()["faults/detected_generator"] == 0, "nothing has failed"
+        accepted, words = await answer_of(server, tmp_path, 4)
+        assert not accepted and "generators=4: " in words and "GPUs" in words
+        assert await answer_of(server, tmp_path, 2) == (True, "generators=2: there are so many already")
 
 
-def test_a_hostile_request_is_refused_and_ends_nothing(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with generators_of(("a",)) as world:
-            server = server_of(world, tmp_path, iter([]))
-            folder = tmp_path / "control"
-            folder.mkdir()
-            texts = ["{", "[]", '{"generators": true}', '{"generators": 1e9}', '{"x": 1}', " " * 5000]
-            for index, text in enumerate(texts):
-                (folder / f"request-{index:016x}.json").write_text(text)
-            server.look()
-            answers = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
-            assert len(answers) == len(texts) and not any(one["is_accepted"] for one in answers)
+async def test_a_hostile_request_is_refused_and_ends_nothing(tmp_path: Path) -> None:
 
-    asyncio.run(go())
+    async with generators_of(("a",)) as world:
+        server = server_of(world, tmp_path, iter([]))
+        folder = tmp_path / "control"
+        folder.mkdir()
+        texts = ["{", "[]", '{"generators": true}', '{"generators": 1e9}', '{"x": 1}', " " * 5000]
+        for index, text in enumerate(texts):
+            (folder / f"request-{index:016x}.json").write_text(text)
+        server.look()
+        answers = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
+        assert len(answers) == len(texts) and not any(one["is_accepted"] for one in answers)
 
 
-def test_a_loss_is_made_up_for_by_a_spare_at_once() -> None:
-    async def go() -> None:
-        async with generators_of(("a", "a"), num_replicas=1, num_spares=1) as world:
-            group = sample(world, 5)
-            await world.until(lambda: running(world) == {5: 0})
-            world.fails_to_start = lambda number: number == 2
-            world.kill(0)
-            await world.until(lambda: running(world) == {5: 1})
-            assert not world.faults.open
-            await world.until(lambda: 3 in world.generators and world.state(3) is ReplicaState.HEALTHY)
-            assert world.pool.table.state.of(3).is_spare
-            others = [sample(world, number) for number in (6, 7)]
-            await world.until(lambda: len(running(world)) == 3)
-            assert set(running(world).values()) == {1}, "the new spare gets no groups"
-            world.generators[1].is_released.set()
-            assert await asyncio.gather(group, *others) == [()] * 3
+async def test_a_loss_is_made_up_for_by_a_spare_at_once() -> None:
 
-    asyncio.run(go())
+    async with generators_of(("a", "a"), num_replicas=1, num_spares=1) as world:
+        group = sample(world, 5)
+        await world.until(lambda: running(world) == {5: 0})
+        world.fails_to_start = lambda number: number == 2
+        world.kill(0)
+        await world.until(lambda: running(world) == {5: 1})
+        assert not world.faults.open
+        await world.until(lambda: 3 in world.generators and world.state(3) is ReplicaState.HEALTHY)
+        assert world.pool.table.state.of(3).is_spare
+        others = [sample(world, number) for number in (6, 7)]
+        await world.until(lambda: len(running(world)) == 3)
+        assert set(running(world).values()) == {1}, "the new spare gets no groups"
+        world.generators[1].is_released.set()
+        assert await asyncio.gather(group, *others) == [()] * 3

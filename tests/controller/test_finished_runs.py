@@ -10,7 +10,6 @@ from forgeasync.observability import RunDir
 from forgeasync.testing import tiny_config
 
 NUM_STEPS = 14
-ENDED = '{"event": "opened"}\n{"event": "ended"}\n'
 
 
 def make_ended(folder: Path) -> RunDir:
@@ -21,7 +20,7 @@ def make_ended(folder: Path) -> RunDir:
     checkpoint.mkdir()
     (checkpoint / "run.json").write_text("{}")
     run_dir.metrics.write_text(f'{{"step": {NUM_STEPS}}}\n')
-    run_dir.ledger.write_text(ENDED)
+    run_dir.ledger.write_text('{"event": "opened"}\n{"event": "ended"}\n')
     return run_dir
 
 
@@ -60,29 +59,24 @@ def test_without_a_larger_max_steps_it_is_said_to_be_done(
     assert take_up(config_of(tmp_path, max_steps), str(folder)) is None and not resumed
 
 
-def test_with_a_larger_max_steps_and_from_an_earlier_checkpoint_it_goes_on(
+def test_with_a_larger_max_steps_from_an_earlier_checkpoint_or_as_a_new_run_it_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], resumed: list[str | None]
 ) -> None:
-    run_dir = make_ended(tmp_path / "run")
-    take_up(config_of(tmp_path, 2 * NUM_STEPS), "latest")
-    earlier = str(run_dir.checkpoints / "step-00000010")
-    take_up(config_of(tmp_path, NUM_STEPS), earlier)
-    assert resumed == ["latest", earlier] and capsys.readouterr().out == ""
+    """A new run is refused by the checks of its folder."""
+    earlier = str(make_ended(tmp_path / "run").checkpoints / "step-00000010")
+    for max_steps, choice in ((2 * NUM_STEPS, "latest"), (NUM_STEPS, earlier), (NUM_STEPS, None)):
+        take_up(config_of(tmp_path, max_steps), choice)
+    assert resumed == ["latest", earlier, None] and capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("has_ledgers_end", [True, False])
 def test_one_that_was_killed_between_its_last_step_and_its_end_goes_on(
-    tmp_path: Path, resumed: list[str | None]
+    tmp_path: Path, resumed: list[str | None], has_ledgers_end: bool
 ) -> None:
     run_dir = make_ended(tmp_path / "run")
-    run_dir.ledger.write_text('{"event": "opened"}\n')
+    if has_ledgers_end:
+        (run_dir.checkpoints / "final").rmdir()
+    else:
+        run_dir.ledger.write_text('{"event": "opened"}\n')
     take_up(config_of(tmp_path, NUM_STEPS), "latest")
-    run_dir.ledger.write_text(ENDED)
-    (run_dir.checkpoints / "final").rmdir()
-    take_up(config_of(tmp_path, NUM_STEPS), "latest")
-    assert resumed == ["latest", "latest"]
-
-
-def test_a_new_run_is_never_done(tmp_path: Path, resumed: list[str | None]) -> None:
-    make_ended(tmp_path / "run")
-    take_up(config_of(tmp_path, NUM_STEPS), None)
-    assert resumed == [None], "it is refused by the checks of its folder"
+    assert resumed == ["latest"]

@@ -85,86 +85,80 @@ class World:
             assert isinstance((await asyncio.gather(loop, return_exceptions=True))[0], asyncio.CancelledError)
 
 
-def test_groups_stay_until_a_checkpoint_has_their_step(tmp_path: Path) -> None:
+async def test_groups_stay_until_a_checkpoint_has_their_step(tmp_path: Path) -> None:
     world = World(tmp_path)
 
-    async def go() -> None:
-        async with world.running():
-            groups = [world.group(prompt) for prompt in range(5)]
-            for group in groups:
-                world.keep(group)
-            await world.until(lambda: world.on_disk() == [0, 1, 2, 3, 4])
-            assert [one.text for one in read_spilled(world.folder / file_name(3)).group.rollouts] == [
-                "3 0",
-                "3 1",
-            ]
-            world.spiller.trained(1, groups[:2])
-            world.spiller.trained(2, groups[2:3])
-            world.spiller.forget([groups[4].group_id])
-            await world.until(lambda: world.on_disk() == [0, 1, 2, 3])
-            world.add_checkpoint(1)
-            world.spiller.forget([])
-            await world.until(lambda: world.on_disk() == [2, 3])
-            metrics = world.spiller.metrics()
-            assert metrics["buffer/num_kept_groups"] == 2 and metrics["buffer/num_unkept_groups"] == 0
-            assert metrics["buffer/kept_behind_s"] > world.spiller.metrics()["buffer/kept_behind_s"] == 0.0
-            await world.spiller.end()
-        assert not world.folder.exists() and world.told == []
-
-    asyncio.run(go())
+    async with world.running():
+        groups = [world.group(prompt) for prompt in range(5)]
+        for group in groups:
+            world.keep(group)
+        await world.until(lambda: world.on_disk() == [0, 1, 2, 3, 4])
+        assert [one.text for one in read_spilled(world.folder / file_name(3)).group.rollouts] == [
+            "3 0",
+            "3 1",
+        ]
+        world.spiller.trained(1, groups[:2])
+        world.spiller.trained(2, groups[2:3])
+        world.spiller.forget([groups[4].group_id])
+        await world.until(lambda: world.on_disk() == [0, 1, 2, 3])
+        world.add_checkpoint(1)
+        world.spiller.forget([])
+        await world.until(lambda: world.on_disk() == [2, 3])
+        metrics = world.spiller.metrics()
+        assert metrics["buffer/num_kept_groups"] == 2 and metrics["buffer/num_unkept_groups"] == 0
+        assert metrics["buffer/kept_behind_s"] > world.spiller.metrics()["buffer/kept_behind_s"] == 0.0
+        await world.spiller.end()
+    assert not world.folder.exists() and world.told == []
 
 
-def test_a_group_whose_host_is_gone_is_told_and_others_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_host_gone", [True, False])
+async def test_a_group_whose_arrays_are_gone_is_told_and_others_are_kept(
+    tmp_path: Path, is_host_gone: bool
+) -> None:
     world = World(tmp_path)
+    gone, there = world.group(0), world.group(1)
+    first, second = gone.rollouts
+    (branch,) = first.branches
+    if is_host_gone:
+        elsewhere = dataclasses.replace(branch.response, host_id="host-9")
+        branch = dataclasses.replace(branch, response=elsewhere)
+        first = dataclasses.replace(first, branches=(branch,))
+    else:
+        world.writer.free(branch.response.file)
+    async with world.running():
+        world.keep(dataclasses.replace(gone, rollouts=(first, second)))
+        world.keep(there)
+        await world.until(lambda: world.on_disk() == [1])
+        assert world.spiller.metrics()["buffer/num_unkept_groups"] == 1
+    why = "(host host-9, which has its arrays, is gone)" if is_host_gone else "its arrays freed"
+    assert why in world.told[0]
 
-    async def go() -> None:
-        async with world.running():
-            gone, there = world.group(0), world.group(1)
-            branch = gone.rollouts[0].branches[0]
-            branch = dataclasses.replace(
-                branch, response=dataclasses.replace(branch.response, host_id="host-9")
-            )
-            first = dataclasses.replace(gone.rollouts[0], branches=(branch,))
-            world.keep(dataclasses.replace(gone, rollouts=(first, *gone.rollouts[1:])))
-            world.keep(there)
-            await world.until(lambda: world.on_disk() == [1])
-            assert world.spiller.metrics()["buffer/num_unkept_groups"] == 1
-        assert "(host host-9, which has its arrays, is gone)" in world.told[0]
 
-    asyncio.run(go())
-
-
-def test_without_checkpoints_groups_that_were_trained_on_go_at_once(tmp_path: Path) -> None:
+async def test_without_checkpoints_groups_that_were_trained_on_go_at_once(tmp_path: Path) -> None:
     world = World(tmp_path, "checkpoint.every_steps=null")
 
-    async def go() -> None:
-        async with world.running():
-            groups = [world.group(prompt) for prompt in range(2)]
-            for group in groups:
-                world.keep(group)
-            await world.until(lambda: world.on_disk() == [0, 1])
-            world.spiller.trained(1, groups[:1])
-            await world.until(lambda: world.on_disk() == [1])
-
-    asyncio.run(go())
+    async with world.running():
+        groups = [world.group(prompt) for prompt in range(2)]
+        for group in groups:
+            world.keep(group)
+        await world.until(lambda: world.on_disk() == [0, 1])
+        world.spiller.trained(1, groups[:1])
+        await world.until(lambda: world.on_disk() == [1])
 
 
-def test_a_group_that_is_dropped_before_its_turn_is_not_written(tmp_path: Path) -> None:
+async def test_a_group_that_is_dropped_before_its_turn_is_not_written(tmp_path: Path) -> None:
     world = World(tmp_path)
 
-    async def go() -> None:
-        first, second = world.group(0), world.group(1)
-        world.keep(first)
-        world.keep(second)
-        world.spiller.forget([first.group_id])
-        async with world.running():
-            await world.until(lambda: world.on_disk() == [1])
-
-    asyncio.run(go())
+    first, second = world.group(0), world.group(1)
+    world.keep(first)
+    world.keep(second)
+    world.spiller.forget([first.group_id])
+    async with world.running():
+        await world.until(lambda: world.on_disk() == [1])
     assert world.on_disk() == [1]
 
 
-def test_a_disk_without_room_is_told_once_and_counted(
+async def test_a_disk_without_room_is_told_once_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room for the next checkpoint is not touched."""
@@ -172,47 +166,25 @@ def test_a_disk_without_room_is_told_once_and_counted(
     free = 10**5
     monkeypatch.setattr(groups.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
 
-    async def go() -> None:
-        nonlocal free
-        async with world.running():
-            world.keep(world.group(0))
-            world.keep(world.group(1))
-            await world.until(lambda: world.spiller.metrics()["buffer/num_unkept_groups"] == 2)
-            free = 10**15
-            world.keep(world.group(2))
-            await world.until(lambda: world.on_disk() == [2] and len(world.told) == 2)
-
-    asyncio.run(go())
+    async with world.running():
+        world.keep(world.group(0))
+        world.keep(world.group(1))
+        await world.until(lambda: world.spiller.metrics()["buffer/num_unkept_groups"] == 2)
+        free = 10**15
+        world.keep(world.group(2))
+        await world.until(lambda: world.on_disk() == [2] and len(world.told) == 2)
     refused, again = world.told
     assert "100,000 bytes left, and the next checkpoint and the trained model take" in refused
     assert refused.startswith("warning: finished groups cannot be kept") and "kept on the disk again" in again
 
 
-def test_arrays_that_are_gone_are_counted_and_end_nothing(tmp_path: Path) -> None:
-    world = World(tmp_path)
-
-    async def go() -> None:
-        group = world.group(0)
-        world.writer.free(group.rollouts[0].branches[0].response.file)
-        async with world.running():
-            world.keep(group)
-            await world.until(lambda: world.spiller.metrics()["buffer/num_unkept_groups"] == 1)
-
-    asyncio.run(go())
-    assert "its arrays freed" in world.told[0] and world.on_disk() == []
-
-
-def written(folder: Path, num_groups: int) -> World:
+async def written(folder: Path, num_groups: int) -> World:
     """Groups of prompts 0, 1, ... sampled under version 2."""
     world = World(folder)
-
-    async def go() -> None:
-        async with world.running():
-            for prompt in range(num_groups):
-                world.keep(world.group(prompt))
-            await world.until(lambda: len(world.on_disk()) == num_groups)
-
-    asyncio.run(go())
+    async with world.running():
+        for prompt in range(num_groups):
+            world.keep(world.group(prompt))
+        await world.until(lambda: len(world.on_disk()) == num_groups)
     return world
 
 
@@ -226,8 +198,8 @@ def state(config: RunConfig) -> RunState:
 LOST = LostSteps(batches=((0, 1),), first_attempts={})
 
 
-def test_found_groups_are_those_that_are_whole_and_fit(tmp_path: Path) -> None:
-    world = written(tmp_path, 4)
+async def test_found_groups_are_those_that_are_whole_and_fit(tmp_path: Path) -> None:
+    world = await written(tmp_path, 4)
     torn = world.folder / file_name(3)
     torn.write_bytes(torn.read_bytes()[:-1])
     (world.folder / ".half.group.partial").touch()
@@ -249,8 +221,8 @@ def test_nothing_is_found_where_nothing_was_kept(tmp_path: Path) -> None:
     remove_others(tmp_path / "payloads", ())
 
 
-def test_groups_of_another_config_or_without_a_ledger_are_sampled_again(tmp_path: Path) -> None:
-    world = written(tmp_path, 2)
+async def test_groups_of_another_config_or_without_a_ledger_are_sampled_again(tmp_path: Path) -> None:
+    world = await written(tmp_path, 2)
     before = state(world.config)
     assert find_groups(world.folder, before, world.config, None).left_out == {SkipReason.NO_LEDGER: 2}
     changed = make_config(KEEP, K, "sampling.temperature=0.5", "algorithm.group_size=8")

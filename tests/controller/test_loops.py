@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,14 +12,13 @@ import pytest
 
 from apps.grpo import GrpoRun
 from forgeasync.buffer import (
-    AGE_REASONS,
     START,
     Batch,
+    BufferSnapshot,
     CheckpointedBuffer,
     Committed,
     DropReason,
     NothingTrains,
-    StarvationDetector,
     Submission,
     Update,
 )
@@ -34,7 +33,6 @@ from forgeasync.rollouts import (
     EVERY_HOST,
     Group,
     GroupProgress,
-    PayloadRef,
     Score,
     SpilledGroup,
     Step,
@@ -50,7 +48,7 @@ from forgeasync.runtime import (
     ScorerPool,
     SwappedReplica,
 )
-from forgeasync.scoring import GroupFiltering
+from forgeasync.scoring import AllFiltered, GroupFiltering
 from forgeasync.testing import VirtualTime
 from forgeasync.trainer import BadStepsEndRun, StepResult
 from forgeasync.weights import FetchReport, Manifest
@@ -64,6 +62,7 @@ from tests.support.loops import (
     Recorder,
     StartingFleet,
     Trainer,
+    let_others_run,
     make_config,
     make_files,
     make_prepared,
@@ -73,16 +72,44 @@ from tests.support.loops import (
     run_loops,
     score_by_text,
 )
-from tests.support.rollouts import make_stored_rollout
-
-RESUMED_AT = make_snapshot(2, num_submitted=6, next_group_id=6)
-"""A buffer with nothing in it after two steps."""
+from tests.support.rollouts import make_ref, make_stored_rollout
 
 
 def run_to_the_end(*overrides: str, **parts: object) -> GrpoRun:
     run = make_run(make_config(*overrides), held_out=[make_problem(10)], **parts)
     run_loops(run)
     return run
+
+
+def failure_of(*overrides: str, **parts: object) -> BaseException:
+    """What ends a run with these parts."""
+    with pytest.raises(ExceptionGroup) as raised:
+        run_to_the_end(*overrides, **parts)
+    return root_cause(raised.value)
+
+
+def run_scored_by(score: Callable[..., Awaitable[ScoredResponses]], recorder: Recorder) -> None:
+    """Run to the end with another scorer than ``score_by_text``."""
+    config = make_config()
+    run = make_run(config, held_out=[make_problem(10)], recorder=recorder)
+    run.scorer = run.lifecycle._scorer = GroupScoring(ScorerPool([score], config.scorer), config.scorer)
+    run_loops(run)
+
+
+def resume_after_two_steps(
+    folder: Path, config: RunConfig, snapshot: BufferSnapshot, generators: Generators, found: FoundGroups
+) -> tuple[Trainer, Recorder]:
+    """Run from a checkpoint of step 2 to the end."""
+    state = RunState(step=2, elapsed_s=100.0, model={}, config={}, problems="", buffer=snapshot, ledger=START)
+    resumed = Resumed(folder=folder, state=state, found=found)
+    prepared = dataclasses.replace(make_prepared(config, [make_problem(10)]), resumed=resumed)
+    trainer, recorder, buffer = Trainer(), Recorder(), LocalBuffer(config)
+    trainer.steps += [[], []]
+    now = resumed.buffer
+    buffer.restore(snapshot, batches=now.batches, num_groups=now.num_groups)
+    roles = make_roles(prepared, trainer, generators, buffer)
+    run_loops(GrpoRun(config, prepared, roles, recorder=recorder, files=make_files(folder)))
+    return trainer, recorder
 
 
 def test_every_rollout_trains_with_the_advantage_of_its_own_reward() -> None:
@@ -122,14 +149,15 @@ STALE = ("max_off_policy_steps=1", "buffer.stale_groups=drop", "buffer.adapt_loa
 
 def test_stale_groups_are_cancelled_and_their_prompts_come_again() -> None:
     generators = Generators(endless=(1,))
-    run_to_the_end(*STALE, "weights.interruption=cancel_stale", generators=generators)
+    no_other = "buffer.max_given_up_in_a_row=1"
+    run_to_the_end(*STALE, "weights.interruption=cancel_stale", no_other, generators=generators)
     assert generators.cancelled == [1]
     endless = generators.prompts[1]
     assert generators.prompts.count(endless) == 2
 
 
 @pytest.mark.parametrize("interruption", sorted(set(Interruption) - {Interruption.CANCEL_STALE}))
-def test_other_interruptions_cancel_no_group(interruption: Interruption) -> None:
+async def test_other_interruptions_cancel_no_group(interruption: Interruption) -> None:
     """A step that the endless group is missing from never comes: the run is looked at before it."""
     generators, trainer = Generators(endless=(1,)), Trainer()
     run = make_run(
@@ -139,13 +167,10 @@ def test_other_interruptions_cancel_no_group(interruption: Interruption) -> None
         held_out=[make_problem(10)],
     )
 
-    async def until_stale() -> None:
-        running = asyncio.create_task(run.run(Fleet()))
-        while len(trainer.steps) < 5 and not running.done():
-            await asyncio.sleep(0)
-        running.cancel()
-
-    asyncio.run(until_stale())
+    running = asyncio.create_task(run.run(Fleet()))
+    while len(trainer.steps) < 5 and not running.done():
+        await asyncio.sleep(0)
+    running.cancel()
     assert len(trainer.steps) == 5
     assert generators.cancelled == []
 
@@ -172,27 +197,6 @@ def test_the_trainer_rejects_old_tokens_where_ages_are_of_tokens(
     assert fleet.max_token_age == (3 if age_of is AgeOf.TOKEN else None)
 
 
-def test_what_came_through_ends_a_row_and_age_and_filters_do_not_count() -> None:
-    watch = StarvationDetector(3)
-    for reason in (DropReason.BAD_RECORD, DropReason.BAD_RECORD):
-        watch.given_up(reason, "before")
-    watch.came_through()
-    watch.given_up(DropReason.UNSCORED, "the first")
-    for reason in (*AGE_REASONS, DropReason.FILTERED) * 2:
-        watch.given_up(reason, "no matter")
-    watch.given_up(DropReason.OVERSIZED, "the second")
-    with pytest.raises(NothingTrains) as raised:
-        watch.given_up(DropReason.BAD_RECORD, "the third")
-    assert str(raised.value) == (
-        "3 groups in a row were given up (1 unscored, 1 oversized, 1 bad_record; limit "
-        "buffer.max_given_up_in_a_row = 3); the first: the first"
-    )
-    with pytest.raises(NothingTrains, match="1 groups in a row"):
-        StarvationDetector(1).given_up(DropReason.BAD_RECORD, "at once")
-    with pytest.raises(AssertionError):
-        StarvationDetector(0)
-
-
 def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones() -> None:
     trainer = Trainer(skipped=(1, 3, 4))
     run = run_to_the_end("max_steps=5", "trainer.bad_steps.max_in_a_row=3", trainer=trainer)
@@ -200,11 +204,18 @@ def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones() -> 
     assert [one.update for one in run.buffer.book.steps] == [
         Update.SKIPPED if step in (1, 3, 4) else Update.MADE for step in range(1, 6)
     ]
-    trainer = Trainer(skipped=(1, 3, 4))
-    with pytest.raises(ExceptionGroup) as raised:
-        run_to_the_end("max_steps=5", "trainer.bad_steps.max_in_a_row=2", trainer=trainer)
-    assert isinstance(root_cause(raised.value), BadStepsEndRun)
-    assert len(trainer.steps) == 4, "skipped steps in a row count, not all of them"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "num_steps"), [(Trainer(skipped=(1, 3, 4)), 4), (Trainer(ends_run=2), 2)]
+)
+def test_skipped_steps_in_a_row_or_one_that_is_to_stop_the_run_end_it_and_are_recorded(
+    trainer: Trainer, num_steps: int
+) -> None:
+    recorder = Recorder()
+    cause = failure_of("max_steps=5", "trainer.bad_steps.max_in_a_row=2", trainer=trainer, recorder=recorder)
+    assert isinstance(cause, BadStepsEndRun)
+    assert len(trainer.steps) == len(recorder.batches) == num_steps
 
 
 def test_of_a_batch_that_is_rolled_back_nothing_counts_as_trained() -> None:
@@ -218,19 +229,12 @@ def test_of_a_batch_that_is_rolled_back_nothing_counts_as_trained() -> None:
     assert len(prompts) == len(set(prompts)) == MAX_STEPS * len(recorder.batches[0].groups)
 
 
-def test_a_bad_step_that_is_to_stop_the_run_is_recorded_first() -> None:
-    trainer, recorder = Trainer(ends_run=2), Recorder()
-    with pytest.raises(ExceptionGroup) as raised:
-        run_to_the_end(trainer=trainer, recorder=recorder)
-    assert isinstance(root_cause(raised.value), BadStepsEndRun)
-    assert len(trainer.steps) == len(recorder.batches) == 2
-
-
 class MixedGenerators(Generators):
-    """Of every six groups one is refused, one has equal rewards and one has a response that is no number."""
+    """What becomes of a group follows from its number: of eight, the first and the last can train."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind_of: Callable[[int], int] = lambda group_id: group_id % 8) -> None:
         super().__init__()
+        self.kind_of = kind_of
         self.written: list[StoredRollout] = []
         self.seed_of_group: dict[int, object] = {}
 
@@ -240,23 +244,37 @@ class MixedGenerators(Generators):
         self.seed_of_group[group_id] = keywords["seed"]
         answer = await super().sample_group(group_id, *arguments, **keywords)
         assert isinstance(answer, tuple)
-        if group_id % 6 == 1:
-            return RefusedGroup(problem=f"group {group_id} has no experts")
-        if group_id % 6 in (2, 3):
-            text = "1.0" if group_id % 6 == 2 else "no number"
-            answer = tuple(
-                dataclasses.replace(rollout, branches=(dataclasses.replace(rollout.branches[0], text=text),))
-                for rollout in answer
-            )
+        change: dict[str, object] = {}
+        match self.kind_of(group_id):
+            case 1:
+                return RefusedGroup(problem=f"group {group_id} has no experts")
+            case 2:
+                return RefusedGroup(problem=f"group {group_id}: no room", reason=DropReason.OVERSIZED)
+            case 3:
+                return CancelledGroup()
+            case 4:
+                change["text"] = "1.0"
+            case 5:
+                change["text"] = "no number"
+            case 6:
+                # Kept sets with ties can be larger than what was reserved.
+                change["prompt"] = make_ref(num_bytes=2**40)
+        answer = tuple(
+            dataclasses.replace(one, branches=(dataclasses.replace(one.branches[0], **change),))
+            for one in answer
+        )
         self.written += answer
         return answer
 
 
 def test_whatever_becomes_of_a_group_its_arrays_and_its_reservation_are_freed_once() -> None:
-    """Trained, refused, filtered or not scored: at the end of a run nothing is held."""
+    """Trained, filtered or given up: at the end of a run nothing is held, and the prompts come again."""
     generators, trainer, recorder = MixedGenerators(), Trainer(), Recorder()
     config = make_config(
-        "max_steps=8", "algorithm.filters=[{kind: dynamic_sampling}]", "scorer.max_attempts=1"
+        "max_steps=8",
+        "algorithm.filters=[{kind: dynamic_sampling}]",
+        "scorer.max_attempts=1",
+        "buffer.max_attempts=100",
     )
     run = make_run(
         config, generators=generators, trainer=trainer, recorder=recorder, held_out=[make_problem(10)]
@@ -266,10 +284,25 @@ def test_whatever_becomes_of_a_group_its_arrays_and_its_reservation_are_freed_on
     assert freed == Counter(rollout.branches[0].response.payload_id for rollout in generators.written)
     state = run.payloads.state
     assert (state.num_bytes_held, state.num_bytes_reserved) == (0, 0)
-    scored = [float(one.text) for one in generators.written if one.text != "no number"]
+    scored = [
+        float(one.text)
+        for one in generators.written
+        if one.text != "no number" and one.branches[0].prompt.num_bytes < 2**40
+    ]
     assert sorted(recorder.rewards) == sorted(scored), "before filters, and none of what was not scored"
-    assert any("group 1 has no experts" in problem for problem in recorder.problems)
-    assert any("group 3 was not scored in 1 attempt" in problem for problem in recorder.problems)
+    for words in (
+        "group 1 has no experts",
+        "group 2: no room",
+        "group 5 was not scored in 1 attempt",
+        "group 6 takes ",
+    ):
+        assert sum(words in problem for problem in recorder.problems) == 1, words
+    totals = run.buffer.book.totals
+    lost, with_problem = totals.num_lost, {DropReason.BAD_RECORD, DropReason.UNSCORED, DropReason.OVERSIZED}
+    assert set(lost) == {DropReason.CANCELLED, DropReason.FILTERED, *with_problem}
+    assert sum(lost[reason] for reason in with_problem) == len(recorder.problems)
+    assert totals.num_reissued == lost.total() - lost[DropReason.FILTERED], "prompts of the others come again"
+    assert generators.prompts[1] in generators.prompts[2:]
     assert len(trainer.steps) == 8
     for group in (group for batch in recorder.batches for group in batch.groups):
         # Not by its group's number, which depends on what became of others.
@@ -307,66 +340,82 @@ def test_what_a_filter_draws_follows_from_the_prompt_and_not_from_the_number_of_
     assert [kept(100 + draw_id, draw_id) for draw_id in range(20)] == by_draw
 
 
-class Unscorable(MixedGenerators):
-    """No response is a number."""
-
-    async def sample_group(self, group_id: int, *arguments: object, **keywords: object) -> object:
-        return await super().sample_group(6 * group_id + 3, *arguments, **keywords)
-
-
-@pytest.mark.parametrize(
-    ("generators", "reasons", "first"),
-    [
-        (Generators(refuses=True), "7 bad_record", "group 0 has no experts"),
-        (Unscorable(), "7 unscored", "was not scored in 1 attempt"),
-    ],
-)
-def test_groups_given_up_one_after_another_end_the_run_with_the_first_reason(
-    generators: Generators, reasons: str, first: str
-) -> None:
+@pytest.mark.parametrize("reason", [DropReason.BAD_RECORD, DropReason.UNSCORED])
+def test_groups_given_up_one_after_another_end_the_run_with_the_first_reason(reason: DropReason) -> None:
     recorder = Recorder()
+    generators = Generators(refuses=reason is DropReason.BAD_RECORD)
+    if reason is DropReason.UNSCORED:
+        generators = MixedGenerators(lambda group_id: 5)
     limits = ("buffer.max_given_up_in_a_row=7", "scorer.max_attempts=1")
-    with pytest.raises(ExceptionGroup) as raised:
-        run_to_the_end(*limits, generators=generators, recorder=recorder)
-    cause = root_cause(raised.value)
+    cause = failure_of(*limits, generators=generators, recorder=recorder)
     assert isinstance(cause, NothingTrains)
     words, _, problem = str(cause).partition("; the first: ")
     limit = "limit buffer.max_given_up_in_a_row = 7"
-    assert words == f"7 groups in a row were given up ({reasons}; {limit})" and first in problem
-    assert len(recorder.problems) >= 7
+    assert words == f"7 groups in a row were given up (7 {reason}; {limit})"
+    assert problem in recorder.problems and len(recorder.problems) >= 7
 
 
-def test_steps_that_do_not_fit_cost_their_group_and_not_the_run() -> None:
+def test_a_run_that_filters_everything_says_so() -> None:
+    """Filtered groups have a limit of their own."""
+    filters = "algorithm.filters=[{kind: dynamic_sampling, min_std: 100.0}]"
+    limits = ("algorithm.max_filtered_in_a_row=6", "buffer.max_given_up_in_a_row=1")
+    cause = failure_of(filters, *limits)
+    assert isinstance(cause, AllFiltered) and "6 groups in a row" in str(cause)
+
+
+def test_filters_leave_out_rollouts() -> None:
+    recorder = Recorder()
+    run_to_the_end("algorithm.filters=[{kind: resample_on_correct, num_kept: 2}]", recorder=recorder)
+    groups = [group for batch in recorder.batches for group in batch.groups]
+    assert {len(group.rollouts) for group in groups} == {2}
+    for group in groups:
+        rewards = [float(rollout.text) for rollout in group.rollouts]
+        assert list(group.rewards) == [score.value for score in group.scores] == pytest.approx(rewards)
+
+
+def test_steps_reach_what_trains_and_where_they_do_not_fit_cost_their_group_and_not_the_run() -> None:
     """Every third group has rewards of steps for one of its rollouts only."""
+    steps = (Step(end=1, value=1.0),)
 
     async def with_steps(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
         scored = await score_by_text(task, responses, first)
-        if task.source_index % 3 or first:
+        if task.source_index % 3 == 0 and first:
             return scored
-        only = dataclasses.replace(scored.scores[0], steps=(Step(end=1, value=1.0),))
-        return ScoredResponses(scores=(only,), counts=scored.counts)
+        scores = tuple(dataclasses.replace(score, steps=steps) for score in scored.scores)
+        return ScoredResponses(scores=scores, counts=scored.counts)
 
-    config, recorder, trainer = make_config(), Recorder(), Trainer()
-    run = make_run(config, held_out=[make_problem(10)], recorder=recorder, trainer=trainer)
-    scorer = GroupScoring(ScorerPool([with_steps], config.scorer), config.scorer)
-    run.scorer = run.lifecycle._scorer = scorer
-    run_loops(run)
-    assert len(trainer.steps) == MAX_STEPS
+    recorder = Recorder()
+    run_scored_by(with_steps, recorder)
+    assert len(recorder.batches) == MAX_STEPS
+    assert all(group.steps == (steps,) * 4 for batch in recorder.batches for group in batch.groups)
     assert recorder.problems and all("has no rewards of steps" in text for text in recorder.problems)
 
 
-def test_groups_that_became_too_old_are_freed() -> None:
+def test_groups_are_with_the_scorer_side_by_side() -> None:
+    num_waiting, together = 0, asyncio.Event()
+
+    async def wait_for_a_batch(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
+        nonlocal num_waiting
+        num_waiting += len(responses)
+        if num_waiting >= 8:
+            together.set()
+        await together.wait()
+        return await score_by_text(task, responses, first)
+
+    run_scored_by(wait_for_a_batch, recorder := Recorder())
+    assert len(recorder.batches) == MAX_STEPS
+
+
+async def test_groups_that_became_too_old_are_freed() -> None:
     """While they were scored, and while they waited for the trainer."""
     generators = Generators()
     run = make_run(make_config(), generators=generators)
+    rollouts = [
+        tuple(make_stored_rollout((0, 0, 4), text=str(index)) for index in range(4)) for _ in range(3)
+    ]
     groups = [
-        Group(
-            group_id=group_id,
-            draw_id=group_id,
-            task=make_problem(group_id),
-            rollouts=tuple(make_stored_rollout((0, 0, 4), text=str(index)) for index in range(4)),
-        )
-        for group_id in range(3)
+        Group(group_id=number, draw_id=number, task=make_problem(number), rollouts=rollouts[number])
+        for number in range(3)
     ]
 
     async def scored(group_id: int, rewards: object, kept: object, scores: object) -> tuple[Group, ...]:
@@ -375,17 +424,14 @@ def test_groups_that_became_too_old_are_freed() -> None:
     async def committed(trainer_wait_share: float, update: Update) -> Committed:
         return Committed(cancelled=(), lost=(groups[2],))
 
-    async def lose_all() -> None:
-        for group in groups:
-            await run.payloads.reserve(group.group_id)
-        run.buffer.scored, run.buffer.committed = Endpoint(scored), Endpoint(committed)
-        await run.complete(groups[0])
-        assert generators.freed == list(groups[0].rollouts)
-        await run.lifecycle.free([groups[1]])
-        batch = Batch(trainer_version=0, groups=(groups[1],), weights=(1.0,))
-        await run.lifecycle.commit(batch, trainer_wait_share=0.5, update=Update.MADE)
-
-    asyncio.run(lose_all())
+    for group in groups:
+        await run.payloads.reserve(group.group_id)
+    run.buffer.scored, run.buffer.committed = Endpoint(scored), Endpoint(committed)
+    await run.complete(groups[0])
+    assert generators.freed == list(groups[0].rollouts)
+    await run.lifecycle.free([groups[1]])
+    batch = Batch(trainer_version=0, groups=(groups[1],), weights=(1.0,))
+    await run.lifecycle.commit(batch, trainer_wait_share=0.5, update=Update.MADE)
     assert generators.freed == [rollout for group in groups for rollout in group.rollouts]
     assert run.payloads.state.num_bytes_reserved == 0
 
@@ -407,84 +453,53 @@ def test_evaluations_and_checkpoints_come_every_so_many_steps() -> None:
     assert [(state.step, state.elapsed_s) for state in states] == [(step, 12.5) for step in (2, 4, 6, 7)]
 
 
-def test_the_times_of_a_step_are_those_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only the parts move: a batch takes 1 s, a step 3 s, an evaluation 5 s."""
+class SlowTrainer(Trainer):
+    """A step takes 3 s, a checkpoint 7 s."""
 
-    class Clock:
-        now_s = 0.0
+    async def train_items(self, *arguments: object, **keywords: object) -> StepResult:
+        await asyncio.sleep(3.0)
+        return await super().train_items(*arguments, **keywords)
 
-        def perf_counter(self) -> float:
-            return self.now_s
+    async def begin_checkpoint(self, *arguments: object, **keywords: object) -> None:
+        await asyncio.sleep(7.0)
+        await super().begin_checkpoint(*arguments, **keywords)
 
-    clock, shares, recorder = Clock(), [], Recorder()
 
-    class TimedTrainer(Trainer):
-        async def train_items(self, *arguments: object, **keywords: object) -> StepResult:
-            clock.now_s += 3.0
-            return await super().train_items(*arguments, **keywords)
+class SlowGenerators(Generators):
+    """An evaluation takes 5 s, a report 2 s."""
 
-    class TimedGenerators(Generators):
-        async def respond(self, *arguments: object, **keywords: object) -> tuple[SampledResponse, ...]:
-            clock.now_s += 5.0
-            return await super().respond(*arguments, **keywords)
+    async def respond(self, *arguments: object, **keywords: object) -> tuple[SampledResponse, ...]:
+        await asyncio.sleep(5.0)
+        return await super().respond(*arguments, **keywords)
 
+    async def stats(self) -> list[EngineStats]:
+        await asyncio.sleep(2.0)
+        return await super().stats()
+
+
+def test_the_times_of_a_step_and_of_what_comes_after_it_are_those_of_their_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A batch takes 1 s, and at each checkpoint a disk refuses the ledger for 20 s."""
+    time, shares, recorder = VirtualTime(), [], Recorder()
     run = make_run(
-        make_config("max_steps=2"),
-        trainer=TimedTrainer(),
-        generators=TimedGenerators(),
+        make_config("max_steps=3", "checkpoint.every_steps=2"),
+        trainer=SlowTrainer(),
+        generators=SlowGenerators(),
         recorder=recorder,
         held_out=[make_problem(10)],
     )
     take, committed = run.buffer.take.call_one, run.buffer.committed.call_one
+    checkpoint = run.buffer.checkpoint.call_one
 
-    async def timed_take() -> Batch:
+    async def slow_take() -> Batch:
         batch = await take()
-        clock.now_s += 1.0
+        await asyncio.sleep(1.0)
         return batch
 
     async def told(trainer_wait_share: float, update: Update) -> Committed:
         shares.append(trainer_wait_share)
         return await committed(trainer_wait_share, update)
-
-    run.buffer.take, run.buffer.committed = Endpoint(timed_take), Endpoint(told)
-    monkeypatch.setattr("forgeasync.controller.recorder.time", clock)
-    run_loops(run)
-    assert shares == [0.25, 0.25]
-    parts = [(one.wait_for_batch_s, one.train_s, one.publish_weights_s, one.eval_s) for one in recorder.times]
-    assert parts == [(1.0, 3.0, 0.0, 0.0), (1.0, 3.0, 0.0, 5.0)]
-    assert [one.step_s for one in recorder.times] == [4.0, 9.0]
-    assert [one.controller_s for one in recorder.times] == [0.0, 0.0]
-
-
-def test_what_training_waits_for_between_two_steps_is_measured_by_its_cause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Reports take 2 s, a checkpoint 3 s, and a disk refuses the ledger for 20 s at each checkpoint."""
-    time = VirtualTime()
-
-    class BusyGenerators(Generators):
-        async def stats(self) -> list[EngineStats]:
-            await asyncio.sleep(2.0)
-            return await super().stats()
-
-    class SlowTrainer(Trainer):
-        async def train_items(self, *arguments: object, **keywords: object) -> StepResult:
-            await asyncio.sleep(1.0)
-            return await super().train_items(*arguments, **keywords)
-
-        async def begin_checkpoint(self, *arguments: object, **keywords: object) -> None:
-            await asyncio.sleep(3.0)
-            await super().begin_checkpoint(*arguments, **keywords)
-
-    recorder = Recorder()
-    run = make_run(
-        make_config("max_steps=3", "checkpoint.every_steps=2"),
-        trainer=SlowTrainer(),
-        generators=BusyGenerators(),
-        recorder=recorder,
-        held_out=[make_problem(10)],
-    )
-    checkpoint = run.buffer.checkpoint.call_one
 
     async def waits() -> CheckpointedBuffer:
         await asyncio.sleep(20.0)
@@ -493,92 +508,63 @@ def test_what_training_waits_for_between_two_steps_is_measured_by_its_cause(
     async def refusal() -> Refusal:
         return Refusal(path="ledger.jsonl", reason="full")
 
+    run.buffer.take, run.buffer.committed = Endpoint(slow_take), Endpoint(told)
     run.buffer.checkpoint, run.buffer.refusal = Endpoint(waits), Endpoint(refusal)
     clock = SimpleNamespace(perf_counter=time.now_s)
     monkeypatch.setattr("forgeasync.controller.recorder.time", clock)
     time.run(run.run(Fleet()))
+    assert shares == [0.25] * 3
+    parts = [(one.wait_for_batch_s, one.train_s, one.publish_weights_s, one.eval_s) for one in recorder.times]
+    assert parts == [(1.0, 3.0, 0.0, 0.0), (1.0, 3.0, 0.0, 0.0), (1.0, 3.0, 0.0, 5.0)]
+    assert [(one.step_s, one.controller_s) for one in recorder.times] == [(4.0, 0.0), (4.0, 0.0), (9.0, 0.0)]
     after = [(one.record_s, one.wait_for_disk_s, one.checkpoint_s) for one in recorder.times]
-    assert after == [(2.0, 0.0, 0.0), (2.0, 20.0, 3.0), (2.0, 20.0, 3.0)]
+    assert after == [(2.0, 0.0, 0.0), (2.0, 20.0, 7.0), (2.0, 20.0, 7.0)]
 
 
 def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(tmp_path: Path) -> None:
-    """Two steps of two groups are behind it; six prompts were submitted, none of them is under way."""
+    """Two steps of two groups are behind it; six prompts were submitted, none of them is in flight."""
 
     class ResumedGenerators(Generators):
         async def begin_update(self, replica: int, manifest: Manifest) -> FetchReport:
-            for _ in range(100):
-                await asyncio.sleep(0)
+            await let_others_run()
             return await super().begin_update(replica, manifest)
 
         async def sample_group(self, *arguments: object, **keywords: object) -> object:
             assert min(self._fetched) >= 2, "they started under version 0, which is not the run's"
             return await super().sample_group(*arguments, **keywords)
 
-    snapshot = RESUMED_AT
-    state = RunState(step=2, elapsed_s=100.0, model={}, config={}, problems="", buffer=snapshot, ledger=START)
-    config = make_config("max_steps=4")
-    prepared = make_prepared(config, [make_problem(10)])
-    order = TaskOrder(prepared.train, seed=config.seed, position=0)
+    snapshot = make_snapshot(2, num_submitted=6, next_group_id=6)
+    config, generators = make_config("max_steps=4"), ResumedGenerators()
+    order = TaskOrder(make_prepared(config).train, seed=config.seed, position=0)
     prompts = [int(order.next().prompt) for _ in range(10)]
-    trainer, generators, recorder, buffer = Trainer(), ResumedGenerators(), Recorder(), LocalBuffer(config)
-    trainer.steps += [[], []]
-    buffer.restore(snapshot)
-    run = GrpoRun(
-        config,
-        dataclasses.replace(prepared, resumed=Resumed(folder=tmp_path, state=state)),
-        make_roles(prepared, trainer, generators, buffer),
-        recorder=recorder,
-        files=make_files(tmp_path),
-    )
-    run_loops(run)
+    trainer, recorder = resume_after_two_steps(tmp_path, config, snapshot, generators, FoundGroups())
     assert len(trainer.steps) == 4 and trainer.num_staged == 3
     assert generators.prompts == prompts[6:]
     assert len(recorder.accuracies) == 1, "the evaluation before the first step was made before"
 
 
-def kept_group(task: Task, prompt: int, config: RunConfig) -> SpilledGroup:
-    """A group with rewards 1, 2, ..., on a disk, that version 2 has sampled."""
-
-    def on_disk(ref: PayloadRef) -> PayloadRef:
-        return dataclasses.replace(ref, host_id=EVERY_HOST)
-
-    size = config.algorithm.group_size
-    rollouts = tuple(make_stored_rollout((2, 0, 4), text=f"{prompt}, {index}") for index in range(size))
+def kept_group(task: Task, prompt: int) -> SpilledGroup:
+    """A group with rewards 0, 1, ..., on a disk, that version 2 has sampled."""
+    rollouts = tuple(make_stored_rollout((2, 0, 4), text=f"{prompt}, {index}") for index in range(4))
     kept = SpilledGroup(
         group=Group(group_id=77, draw_id=prompt, task=task, rollouts=rollouts),
-        rewards=tuple(map(float, range(size))),
-        kept=tuple(range(size)),
-        scores=tuple(Score(float(index), index > 0) for index in range(size)),
+        rewards=(0.0, 1.0, 2.0, 3.0),
+        kept=(0, 1, 2, 3),
+        scores=tuple(Score(float(index), index > 0) for index in range(4)),
     )
-    return kept.with_refs(on_disk)
+    return kept.with_refs(lambda ref: dataclasses.replace(ref, host_id=EVERY_HOST))
 
 
 def test_a_resumed_run_makes_lost_steps_again_and_samples_nothing_for_them(tmp_path: Path) -> None:
     """Prompts 6 to 9 were trained in steps 3 and 4, which are lost; they are on the disk."""
-    snapshot = dataclasses.replace(RESUMED_AT, num_submitted=7, pending=())
-    config = make_config("max_steps=5", "max_off_policy_steps=1")
-    prepared = make_prepared(config, [make_problem(10)])
-    order = TaskOrder(prepared.train, seed=config.seed, position=0)
+    config, generators = make_config("max_steps=5", "max_off_policy_steps=1"), Generators()
+    order = TaskOrder(make_prepared(config).train, seed=config.seed, position=0)
     tasks = [order.next() for _ in range(12)]
-    snapshot = dataclasses.replace(snapshot, pending=(Submission(submission_id=6, task=tasks[6]),))
-    batches = ((6, 9), (7, 8))
-    found = FoundGroups(
-        groups=tuple(kept_group(tasks[prompt], prompt, config) for prompt in (6, 7, 8, 9)), batches=batches
-    )
-    state = RunState(step=2, elapsed_s=100.0, model={}, config={}, problems="", buffer=snapshot, ledger=START)
-    resumed = Resumed(folder=tmp_path, state=state, found=found)
-    assert resumed.num_next_prompts == 3 and resumed.buffer.num_groups == 4
-    trainer, generators, recorder, buffer = Trainer(), Generators(), Recorder(), LocalBuffer(config)
-    trainer.steps += [[], []]
-    buffer.restore(snapshot, batches=batches, num_groups=4)
-    run = GrpoRun(
-        config,
-        dataclasses.replace(prepared, resumed=resumed),
-        make_roles(prepared, trainer, generators, buffer),
-        recorder=recorder,
-        files=make_files(tmp_path),
-    )
-    run_loops(run)
+    pending = (Submission(submission_id=6, task=tasks[6]),)
+    snapshot = make_snapshot(2, num_submitted=7, next_group_id=6, pending=pending)
+    kept = tuple(kept_group(tasks[prompt], prompt) for prompt in (6, 7, 8, 9))
+    found = FoundGroups(groups=kept, batches=((6, 9), (7, 8)))
+    trainer, recorder = resume_after_two_steps(tmp_path, config, snapshot, generators, found)
     trained = [{item.branch.text.partition(",")[0] for item in step} for step in trainer.steps[2:4]]
     assert trained == [{"6", "9"}, {"7", "8"}] and len(trainer.steps) == 5
     assert {group.group_id for batch in recorder.batches[:2] for group in batch.groups} == {6, 7, 8, 9}

@@ -7,20 +7,16 @@ import multiprocessing.shared_memory
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from forgeasync import processes
-from forgeasync.controller import (
-    end_own_run,
-    resume,
-    resume_or_begin_anew,
-    take_over,
-)
+from forgeasync.controller import end_own_run, resume, resume_or_begin_anew, take_over
 from forgeasync.files import RUN_MARK, files_of
 from forgeasync.observability import ProcessListFile, RunDir, leftover_processes, release_claims, run_dir
 from forgeasync.processes import is_running
@@ -83,6 +79,27 @@ def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     release_claims()
 
 
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def started() -> Iterator[Start]:
+    """Starts programs that end with their test."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(*command: str, **options: Any) -> subprocess.Popen[bytes]:
+        running.append(subprocess.Popen(command, **options))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.kill()
+        one.wait()
+
+
+SLEEP = ("sleep", "600")
+
+
 def kill_at_once(process: subprocess.Popen[str]) -> None:
     """After what would remove its semaphores when it is gone."""
     for child in psutil.Process(process.pid).children():
@@ -92,49 +109,45 @@ def kill_at_once(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def test_a_controller_that_was_killed_leaves_nothing_to_the_next_start(tmp_path: Path) -> None:
+def test_a_controller_that_was_killed_leaves_nothing_to_the_next_start(
+    tmp_path: Path, started: Start
+) -> None:
     config = tiny_config(tmp_path).model_copy(update={"run_dir": str(tmp_path)})
     run_dir = RunDir(path=tmp_path)
     assert take_over(config) == [] and not list(tmp_path.iterdir()), "no run was there"
-    foreign = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    try:
-        with controller(tmp_path) as (process, (marked, listed, folder)):
-            with pytest.raises(ConfigError, match=rf"goes on at this moment \(process {process.pid} on "):
-                take_over(config)
-            assert is_running(int(marked)) and is_running(int(listed))
-            mark = json.loads(run_dir.lock.read_text())["mark"]
-            assert len(list(files_of(mark))) == 2 and Path(folder).is_dir()
-            kill_at_once(process)
-            # Its folder is left too, until the next start of any run on this machine.
-            assert is_running(int(marked)) and is_running(int(listed))
-            words = take_over(config)
-            assert f"the controller of this run has died: process {process.pid} on " in words[0]
-            assert words[1] == "2 processes that it had left were killed"
-            assert not is_running(int(marked)) and not is_running(int(listed))
-            assert not list(files_of(mark)) and not Path(folder).exists()
-        assert is_running(foreign.pid)
-    finally:
-        foreign.kill()
-        foreign.wait()
+    foreign = started(*SLEEP, start_new_session=True)
+    with controller(tmp_path) as (process, (marked, listed, folder)):
+        with pytest.raises(ConfigError, match=rf"goes on at this moment \(process {process.pid} on "):
+            take_over(config)
+        assert is_running(int(marked)) and is_running(int(listed))
+        mark = json.loads(run_dir.lock.read_text())["mark"]
+        assert len(list(files_of(mark))) == 2 and Path(folder).is_dir()
+        kill_at_once(process)
+        # Its folder is left too, until the next start of any run on this machine.
+        assert is_running(int(marked)) and is_running(int(listed))
+        words = take_over(config)
+        assert f"the controller of this run has died: process {process.pid} on " in words[0]
+        assert words[1] == "2 processes that it had left were killed"
+        assert not is_running(int(marked)) and not is_running(int(listed))
+        assert not list(files_of(mark)) and not Path(folder).exists()
+    assert is_running(foreign.pid)
     (line,) = map(json.loads, run_dir.faults.read_text().splitlines())
     assert (line["event"], line["role"], line["what"]) == ("detected", "controller", "has died")
     assert str(process.pid) in line["who"]
     assert os.environ[RUN_MARK] == json.loads(run_dir.lock.read_text())["mark"] != mark
 
 
-def test_a_run_that_ended_in_order_is_no_fault_and_leaves_nothing_either(tmp_path: Path) -> None:
+def test_a_run_that_ended_in_order_is_no_fault_and_leaves_nothing_either(
+    tmp_path: Path, started: Start
+) -> None:
     config = tiny_config(tmp_path).model_copy(update={"run_dir": str(tmp_path)})
     run_dir = RunDir(path=tmp_path)
     run_dir.claim()
-    left = subprocess.Popen(["sleep", "600"])
-    try:
-        release_claims()
-        # Tests beside this one may leave files, which come after it.
-        assert take_over(config)[0] == "1 processes that it had left were killed"
-        assert left.wait() == -9
-    finally:
-        left.kill()
-        left.wait()
+    left = started(*SLEEP)
+    release_claims()
+    # Tests beside this one may leave files, which come after it.
+    assert take_over(config)[0] == "1 processes that it had left were killed"
+    assert left.wait() == -9
     assert not run_dir.faults.exists()
 
 
@@ -147,7 +160,9 @@ def test_a_start_of_another_run_removes_the_files_of_a_dead_one_but_not_of_a_liv
         folder = Path(said[2])
         # Another host of the same run, as a process of this machine, is still there.
         other = folder.with_name(f"{folder.name[:-49]}{'0' * 16}-{marks[0]}")
-        descriptor = _lock_new_folder(other)
+        other.mkdir()
+        descriptor = os.open(other, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         # What is there counts, not who removed it: another run on this machine may start meanwhile.
         try:
             sweep_stale_folders()
@@ -160,37 +175,25 @@ def test_a_start_of_another_run_removes_the_files_of_a_dead_one_but_not_of_a_liv
         assert live.poll() is None
 
 
-def _lock_new_folder(folder: Path) -> int:
-    folder.mkdir()
-    descriptor = os.open(folder, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return descriptor
-
-
 def test_the_end_of_a_run_removes_what_its_killed_processes_have_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Start
 ) -> None:
     monkeypatch.setattr(resume, "LINGER_S", 0.2)
     run_dir = RunDir(path=tmp_path)
     run_dir.claim()
     mark = os.environ[RUN_MARK]
-    role = subprocess.Popen([sys.executable, "-c", ROLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    late = subprocess.Popen(["sleep", "600"])
-    try:
-        assert role.stdout is not None and role.stdout.readline() == b"made\n"
-        (file,) = files_of(mark)
-        role.kill()
-        own = multiprocessing.shared_memory.SharedMemory(create=True, size=8)
-        assert set(files_of(mark)) == {file, Path("/dev/shm") / own.name}
-        end_own_run()
-        assert [one.name for one in files_of(mark)] == [own.name], "this process still uses it"
-        assert late.wait() == -9
-        own.close()
-        own.unlink()
-    finally:
-        for one in (role, late):
-            one.kill()
-            one.wait()
+    role = started(sys.executable, "-c", ROLE, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    late = started(*SLEEP)
+    assert role.stdout is not None and role.stdout.readline() == b"made\n"
+    (file,) = files_of(mark)
+    role.kill()
+    own = multiprocessing.shared_memory.SharedMemory(create=True, size=8)
+    assert set(files_of(mark)) == {file, Path("/dev/shm") / own.name}
+    end_own_run()
+    assert [one.name for one in files_of(mark)] == [own.name], "this process still uses it"
+    assert late.wait() == -9
+    own.close()
+    own.unlink()
 
 
 ROLE = """
@@ -206,29 +209,24 @@ sys.stdin.read()
 
 
 def test_a_process_that_only_has_the_same_id_is_none_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Start
 ) -> None:
-    file = tmp_path / "procs.json"
-    process = subprocess.Popen(["sleep", "600"])
-    try:
-        listing = ProcessListFile(file)
-        listing.put("generator", 0, pid=process.pid, host="host-0")
-        # Of another machine, whose ids mean nothing here: this process was started by another one.
-        listing.put("generator", 1, pid=os.getppid(), host="host-1")
-        assert [one.pid for one in leftover_processes(file)] == [process.pid]
-        (entry, other) = listing.entries
-        assert entry.start_ticks is not None and other.start_ticks is None
-        listing._entries["generator", 0] = dataclasses.replace(entry, start_ticks=entry.start_ticks - 1)
-        listing._write()
-        assert not list(leftover_processes(file)), "the id is another process's now"
-        listing.put("generator", 0, pid=process.pid, host="host-0")
-        boot = tmp_path / "boot"
-        boot.write_text("another\n")
-        monkeypatch.setattr(run_dir, "BOOT_ID", boot)
-        assert not list(leftover_processes(file)), "the machine was started anew"
-    finally:
-        process.kill()
-        process.wait()
+    file, process = tmp_path / "procs.json", started(*SLEEP)
+    listing = ProcessListFile(file)
+    listing.put("generator", 0, pid=process.pid, host="host-0")
+    # Of another machine, whose ids mean nothing here: this process was started by another one.
+    listing.put("generator", 1, pid=os.getppid(), host="host-1")
+    assert [one.pid for one in leftover_processes(file)] == [process.pid]
+    (entry, other) = listing.entries
+    assert entry.start_ticks is not None and other.start_ticks is None
+    listing._entries["generator", 0] = dataclasses.replace(entry, start_ticks=entry.start_ticks - 1)
+    listing._write()
+    assert not list(leftover_processes(file)), "the id is another process's now"
+    listing.put("generator", 0, pid=process.pid, host="host-0")
+    boot = tmp_path / "boot"
+    boot.write_text("another\n")
+    monkeypatch.setattr(run_dir, "BOOT_ID", boot)
+    assert not list(leftover_processes(file)), "the machine was started anew"
     assert not list(leftover_processes(tmp_path / "none.json"))
 
 

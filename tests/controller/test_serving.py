@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -10,21 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from apps.grpo import GrpoRun
-from forgeasync.config import (
-    AveragedPolicy,
-    EveryVersions,
-    FixedSource,
-    TeacherSource,
-    WeightsSection,
-)
-from forgeasync.controller import (
-    WeightServing,
-)
+from forgeasync.config import AveragedPolicy, EveryVersions, FixedSource, TeacherSource, WeightsSection
+from forgeasync.controller import WeightServing
 from forgeasync.observability import root_cause
-from forgeasync.runtime import (
-    MovingTeacher,
-    ReplicaState,
-)
+from forgeasync.runtime import MovingTeacher, ReplicaState
 from forgeasync.trainer import NonFiniteWeights
 from forgeasync.weights import FetchReport, Manifest
 from tests.support.loops import (
@@ -59,20 +48,15 @@ class HeldTrainer(Trainer):
         return make_manifest(version, slot)
 
 
-def make_held_run(*overrides: str) -> tuple[GrpoRun, HeldTrainer, Generators, Recorder]:
+def test_the_next_step_is_made_while_a_version_is_staged_and_publishes_after_it() -> None:
     trainer, generators, recorder = HeldTrainer(), Generators(2), Recorder()
     run = make_run(
-        make_config(*overrides),
+        make_config("max_off_policy_steps=2", "max_steps=4"),
         trainer=trainer,
         generators=generators,
         recorder=recorder,
         held_out=[make_problem(10)],
     )
-    return run, trainer, generators, recorder
-
-
-def test_the_next_step_is_made_while_a_version_is_staged_and_publishes_after_it() -> None:
-    run, trainer, generators, recorder = make_held_run("max_off_policy_steps=2", "max_steps=4")
 
     async def body() -> None:
         await let_others_run()
@@ -92,7 +76,8 @@ def test_the_next_step_is_made_while_a_version_is_staged_and_publishes_after_it(
 
 
 def test_without_age_a_step_waits_until_the_version_before_is_served() -> None:
-    run, trainer, _, _ = make_held_run("max_off_policy_steps=0")
+    trainer = HeldTrainer()
+    run = make_run(make_config("max_off_policy_steps=0"), trainer=trainer, held_out=[make_problem(10)])
 
     async def body() -> None:
         for version in range(1, MAX_STEPS + 1):
@@ -102,20 +87,6 @@ def test_without_age_a_step_waits_until_the_version_before_is_served() -> None:
 
     run_loops(run, body)
     assert len(trainer.steps) == MAX_STEPS
-
-
-def test_an_evaluation_waits_until_its_version_is_staged() -> None:
-    run, trainer, _, recorder = make_held_run(
-        "max_off_policy_steps=2", "evaluation.every_steps=1", "evaluation.mode=pinned"
-    )
-
-    async def body() -> None:
-        for version in range(1, MAX_STEPS + 1):
-            await let_others_run()
-            assert len(trainer.steps) == version == len(recorder.accuracies)
-            trainer.let_go[version].set()
-
-    run_loops(run, body)
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -154,37 +125,32 @@ class HeldGenerators(Generators):
         return await super().begin_update(replica, manifest)
 
 
-def serve(
-    generators: Generators,
-    body: Callable[[GrpoRun, Trainer], Awaitable[None]],
-    recorder: Recorder | None = None,
-) -> None:
-    """Run ``body`` beside the serving loops of a run."""
-
-    async def run_body() -> None:
-        trainer = Trainer()
-        run = make_run(make_config(), generators=generators, trainer=trainer, recorder=recorder)
-        async with asyncio.TaskGroup() as group:
-            loops = [group.create_task(loop) for loop in run.serving.loops()]
-            await body(run, trainer)
-            for loop in loops:
-                loop.cancel()
-
-    asyncio.run(run_body())
+@asynccontextmanager
+async def serving(
+    generators: Generators, recorder: Recorder | None = None
+) -> AsyncIterator[tuple[GrpoRun, Trainer]]:
+    """A run whose serving loops go on, and its trainer."""
+    trainer = Trainer()
+    run = make_run(make_config(), generators=generators, trainer=trainer, recorder=recorder)
+    async with asyncio.TaskGroup() as group:
+        loops = [group.create_task(loop) for loop in run.serving.loops()]
+        yield run, trainer
+        for loop in loops:
+            loop.cancel()
 
 
-def test_what_was_fetched_by_half_is_not_swapped_in() -> None:
-    generators, recorder = (
-        Generators(2, is_complete=lambda host, number: host == 0 or number == 3),
-        Recorder(),
-    )
+async def publish(run: GrpoRun, trainer: Trainer) -> None:
+    """Publish what one more step has made."""
+    trainer.steps.append([])
+    await run.serving.publish()
 
-    async def body(run: GrpoRun, trainer: Trainer) -> None:
-        trainer.steps.append([])
-        await run.serving.publish()
+
+async def test_what_was_fetched_by_half_is_not_swapped_in() -> None:
+    generators = Generators(2, is_complete=lambda host, number: host == 0 or number == 3)
+    recorder = Recorder()
+    async with serving(generators, recorder) as (run, trainer):
+        await publish(run, trainer)
         await run.serving.until_served(1)
-
-    serve(generators, body, recorder)
     assert generators.num_fetches == [1, 4]
     assert [fetched.is_complete for fetched in recorder.fetches].count(False) == 3
     assert generators.swapped == [(0, 1), (1, 1)]
@@ -199,17 +165,16 @@ def test_a_fetch_that_succeeds_makes_up_for_those_before() -> None:
     assert generators.swapped == [(0, version) for version in range(1, MAX_STEPS + 1)]
 
 
-def test_a_version_counts_as_served_once_every_generator_has_it() -> None:
+async def test_a_version_counts_as_served_once_every_generator_has_it() -> None:
     generators = HeldGenerators(2, 1)
     told: list[int] = []
+    async with serving(generators) as (run, trainer):
 
-    async def body(run: GrpoRun, trainer: Trainer) -> None:
         async def set_served_version(version: int) -> None:
             told.append(version)
 
         run.buffer.set_served_version = Endpoint(set_served_version)
-        trainer.steps.append([])
-        await run.serving.publish()
+        await publish(run, trainer)
         served = asyncio.create_task(run.serving.until_served(1))
         await let_others_run()
         assert generators.swapped == [(0, 1)] and not served.done() and told == []
@@ -218,48 +183,36 @@ def test_a_version_counts_as_served_once_every_generator_has_it() -> None:
         await let_others_run()
         assert told == [1]
 
-    serve(generators, body)
 
-
-def test_generators_of_one_host_are_served_together() -> None:
+async def test_generators_of_one_host_are_served_together() -> None:
     generators = Generators(3, hosts=[(0, 2), (1,)])
-
-    async def body(run: GrpoRun, trainer: Trainer) -> None:
+    async with serving(generators) as (run, trainer):
         for version in (1, 2):
-            trainer.steps.append([])
-            await run.serving.publish()
+            await publish(run, trainer)
             await run.serving.until_served(version)
         assert sorted(generators.swapped) == [(r, v) for r in range(3) for v in (1, 2)]
         assert generators.num_fetches == [2, 2], "a version is fetched once for each host"
 
-    serve(generators, body)
 
-
-def test_a_version_that_found_no_free_buffer_is_published_later() -> None:
+async def test_a_version_that_found_no_free_buffer_is_published_later() -> None:
     """Two generators hold one buffer each; what is skipped meanwhile comes when they let go."""
     generators = HeldGenerators(2, 0, 1)
-
-    async def body(run: GrpoRun, trainer: Trainer) -> None:
+    async with serving(generators) as (run, trainer):
         late = generators.let_go.pop(1)
         generators.let_go[1] = asyncio.Event()
         generators.let_go[1].set()
-        trainer.steps.append([])
-        await run.serving.publish()
+        await publish(run, trainer)
         await let_others_run()
         assert generators.swapped == [(1, 1)], "the first one holds version 1"
         generators.let_go[1] = late
-        trainer.steps.append([])
-        await run.serving.publish()
+        await publish(run, trainer)
         await let_others_run()
-        trainer.steps.append([])
-        await run.serving.publish()
+        await publish(run, trainer)
         assert trainer.num_staged == 2 and run.serving.ledger.num_skipped == 1
         for event in generators.let_go.values():
             event.set()
         await run.serving.until_served(3)
         assert trainer.num_staged == 3
-
-    serve(generators, body)
 
 
 LIVE = FixedSource.LIVE
@@ -278,7 +231,6 @@ class VersionedTrainer(Trainer):
 @dataclass(slots=True, kw_only=True)
 class World:
     trainer: VersionedTrainer
-    generators: ReplicaWorld
     engines: ReplicaWorld
     """Of the teacher."""
     teacher: MovingTeacher
@@ -314,19 +266,9 @@ async def world_of(source: TeacherSource, num_engines: int = 1) -> AsyncIterator
         )
         async with asyncio.TaskGroup() as loops:
             tasks = [loops.create_task(loop) for loop in serving.loops()]
-            yield World(
-                trainer=trainer, generators=generators, engines=engines, teacher=teacher, serving=serving
-            )
+            yield World(trainer=trainer, engines=engines, teacher=teacher, serving=serving)
             for task in tasks:
                 task.cancel()
-
-
-def run_world(source: TeacherSource, body: Callable[[World], Awaitable[None]], num_engines: int = 1) -> None:
-    async def go() -> None:
-        async with world_of(source, num_engines) as world:
-            await body(world)
-
-    asyncio.run(go())
 
 
 @pytest.mark.parametrize(
@@ -339,8 +281,8 @@ def run_world(source: TeacherSource, body: Callable[[World], Awaitable[None]], n
         (FixedSource.FROZEN, [0] * 7),
     ],
 )
-def test_a_teacher_has_what_is_due(source: TeacherSource, expected: list[int]) -> None:
-    async def body(world: World) -> None:
+async def test_a_teacher_has_what_is_due(source: TeacherSource, expected: list[int]) -> None:
+    async with world_of(source, num_engines=2) as world:
         found = []
         for version in range(1, 8):
             await world.publish(version)
@@ -349,13 +291,10 @@ def test_a_teacher_has_what_is_due(source: TeacherSource, expected: list[int]) -
         assert found == expected
         assert world.teacher.num_updates == 2 * len({*expected} - {0}), "two engines"
 
-    run_world(source, body, num_engines=2)
 
-
-def test_a_teacher_that_does_not_answer_holds_nobody_up_and_loses_its_turn() -> None:
+async def test_a_teacher_that_does_not_answer_holds_nobody_up_and_loses_its_turn() -> None:
     """It reads one staging buffer to the end of its lease; what it was to have is overwritten meanwhile."""
-
-    async def body(world: World) -> None:
+    async with world_of(EveryVersions(every=2)) as world:
         world.engines.generators[0].holds.add("begin_update")
         for version in range(1, 6):
             await world.publish(version)
@@ -369,12 +308,10 @@ def test_a_teacher_that_does_not_answer_holds_nobody_up_and_loses_its_turn() -> 
         await world.serving.until_taught_by(6)
         assert world.taken == 6
 
-    run_world(EveryVersions(every=2), body)
-
 
 @pytest.mark.parametrize("act", ["begin_update", "stage_update"])
-def test_an_update_that_dies_midway_leaves_the_others_with_the_old_version(act: str) -> None:
-    async def body(world: World) -> None:
+async def test_an_update_that_dies_midway_leaves_the_others_with_the_old_version(act: str) -> None:
+    async with world_of(LIVE, num_engines=2) as world:
         await world.publish(1)
         await world.serving.until_taught_by(1)
         dying, other = world.engines.generators[0], world.engines.generators[1]
@@ -387,12 +324,10 @@ def test_an_update_that_dies_midway_leaves_the_others_with_the_old_version(act: 
         assert world.engines.pool.table.state.of(1).version == world.taken == 1
         assert not any(call == ("finish_update", 1, "begins") for call in world.engines.log[-3:])
 
-    run_world(LIVE, body, num_engines=2)
 
-
-@pytest.mark.parametrize(("source", "expected"), [(LIVE, 13), (EveryVersions(every=5), 13)])
-def test_a_run_that_is_resumed_waits_for_its_teacher(source: TeacherSource, expected: int) -> None:
-    async def body(world: World) -> None:
+@pytest.mark.parametrize("source", [LIVE, EveryVersions(every=5)])
+async def test_a_run_that_is_resumed_waits_for_its_teacher(source: TeacherSource) -> None:
+    async with world_of(source) as world:
         world.engines.generators[0].holds.add("finish_update")
         await world.publish(13)
         waiting = asyncio.ensure_future(world.serving.until_taught_by(13))
@@ -400,15 +335,11 @@ def test_a_run_that_is_resumed_waits_for_its_teacher(source: TeacherSource, expe
         assert not waiting.done()
         world.engines.kill(0)
         await waiting
-        assert world.taken == expected
-
-    run_world(source, body)
+        assert world.taken == 13
 
 
-def test_a_run_resumed_before_the_first_due_version_waits_for_nothing() -> None:
-    async def body(world: World) -> None:
+async def test_a_run_resumed_before_the_first_due_version_waits_for_nothing() -> None:
+    async with world_of(EveryVersions(every=5)) as world:
         await world.publish(3)
         await world.serving.until_taught_by(3)
         assert world.taken == 0, "version 0 is what the teacher began with, and what it would have had"
-
-    run_world(EveryVersions(every=5), body)

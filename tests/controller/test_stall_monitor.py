@@ -47,10 +47,10 @@ class ToldConsole(Console):
         self.told.append(text)
 
 
-def start(trainer: Trainer, console: Console, *overrides: str) -> GrpoRun:
+def start(trainer: Trainer, console: Console) -> GrpoRun:
     recorder = Recorder()
     recorder.console = console
-    config = make_config("max_steps=4", *overrides)
+    config = make_config("max_steps=4")
     return make_run(config, trainer=trainer, recorder=recorder, held_out=[make_problem(10)])
 
 
@@ -61,29 +61,26 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quickly")
-def test_a_loop_that_waits_for_ever_is_named_with_its_call_and_the_stacks() -> None:
-    async def go() -> list[str]:
-        trainer, console, fleet = HangingTrainer(), ToldConsole(), Fleet()
-        run = start(trainer, console)
-        process = standing_still()
-        fleet.listing.put("scorer", 0, pid=process.pid, host=LOCAL_HOST_ID)
-        running = asyncio.ensure_future(run.run(fleet))  # type: ignore[arg-type]
-        try:
-            while not (trainer.hangs and any(CALL in line for line in console.told)):
-                assert not running.done(), running
-                await asyncio.sleep(0.01)
-            assert run.counters()["stall/num_found"] >= 1
-            trainer.goes_on.set()
-            while not any("it is over" in line for line in console.told):
-                await asyncio.sleep(0.01)
-            trainer.may_end.set()
-            await running
-            return console.told
-        finally:
-            process.kill()
-            process.wait()
-
-    told = asyncio.run(go())
+async def test_a_loop_that_waits_for_ever_is_named_with_its_call_and_the_stacks() -> None:
+    trainer, console, fleet = HangingTrainer(), ToldConsole(), Fleet()
+    run = start(trainer, console)
+    process = standing_still()
+    fleet.listing.put("scorer", 0, pid=process.pid, host=LOCAL_HOST_ID)
+    running = asyncio.ensure_future(run.run(fleet))  # type: ignore[arg-type]
+    told = console.told
+    try:
+        while not (trainer.hangs and any(CALL in line for line in told)):
+            assert not running.done(), running
+            await asyncio.sleep(0.01)
+        assert run.counters()["stall/num_found"] >= 1
+        trainer.goes_on.set()
+        while not any("it is over" in line for line in told):
+            await asyncio.sleep(0.01)
+        trainer.may_end.set()
+        await running
+    finally:
+        process.kill()
+        process.wait()
     assert any(
         line.startswith("stall: nothing has moved for ") and "the run goes on" in line for line in told
     )
@@ -97,21 +94,19 @@ def test_a_loop_that_waits_for_ever_is_named_with_its_call_and_the_stacks() -> N
 
 
 @pytest.mark.usefixtures("quickly")
-def test_a_run_that_is_held_up_by_a_known_fault_does_not_stand_still() -> None:
-    async def go() -> None:
-        trainer, console = HangingTrainer(), ToldConsole()
-        run = start(trainer, console)
-        fault = run.faults.detected(Role.TRAINER, "trainer rank 0", "has died")
-        running = asyncio.ensure_future(run.run(Fleet()))  # type: ignore[arg-type]
-        while not trainer.hangs:
-            await asyncio.sleep(0.01)
-        num_looks = console.num_looks
-        while console.num_looks < num_looks + 2 * FLOOR_S / stall_monitor.LOOK_S:
-            await asyncio.sleep(0.01)
-        assert run.counters()["stall/num_found"] == 0 and not console.told
-        run.faults.recovered(fault, "was replaced")
-        trainer.goes_on.set()
-        trainer.may_end.set()
-        await running
+async def test_a_run_that_is_held_up_by_a_known_fault_does_not_stand_still() -> None:
 
-    asyncio.run(go())
+    trainer, console = HangingTrainer(), ToldConsole()
+    run = start(trainer, console)
+    fault = run.faults.detected(Role.TRAINER, "trainer rank 0", "has died")
+    running = asyncio.ensure_future(run.run(Fleet()))  # type: ignore[arg-type]
+    while not trainer.hangs:
+        await asyncio.sleep(0.01)
+    num_looks = console.num_looks
+    while console.num_looks < num_looks + 2 * FLOOR_S / stall_monitor.LOOK_S:
+        await asyncio.sleep(0.01)
+    assert run.counters()["stall/num_found"] == 0 and not console.told
+    run.faults.recovered(fault, "was replaced")
+    trainer.goes_on.set()
+    trainer.may_end.set()
+    await running

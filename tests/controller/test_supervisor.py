@@ -135,15 +135,12 @@ def orphans(folder: Path) -> list[int]:
     """Those that still run."""
     file = folder / "orphans"
     pids = map(int, file.read_text().split()) if file.exists() else ()
-    return [pid for pid in pids if is_running(pid) and program_of(pid) == "sleep"]
-
-
-def program_of(pid: int) -> str:
-    """Empty if the process has ended."""
-    try:
-        return psutil.Process(pid).name()
-    except psutil.NoSuchProcess:
-        return ""
+    found = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            if is_running(pid) and psutil.Process(pid).name() == "sleep":
+                found.append(pid)
+    return found
 
 
 def events(folder: Path) -> list[tuple[str, str, str]]:
@@ -151,13 +148,29 @@ def events(folder: Path) -> list[tuple[str, str, str]]:
     return [(line["event"], line["role"], line.get("what", line.get("how"))) for line in lines]
 
 
+def run_to_the_end(folder: Path, *plan: str, resume: str = "", code: int = 0) -> str:
+    """Run a supervisor to its end; return what it says on stderr."""
+    with supervised(folder, *plan, resume=resume) as process:
+        _, err = process.communicate()
+        assert process.returncode == code, err
+        assert not orphans(folder), "a session and an environment of its own hide nothing"
+    return err
+
+
+def until_ready(process: subprocess.Popen[str]) -> None:
+    """Wait until the plan has come to ``wait``."""
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+
+
+def child_of(process: subprocess.Popen[str]) -> psutil.Process:
+    (child,) = (one for one in psutil.Process(process.pid).children() if "run.py" in str(one.cmdline()))
+    return child
+
+
 def test_a_run_that_is_killed_comes_back_until_it_is_done(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     plan = ["step1+SIGKILL", "step1+checkpoint+step2+SIGSEGV", "log+exit1", "SIGKILL", "step3+ended+exit0"]
-    with supervised(folder, *plan) as process:
-        _, err = process.communicate()
-        assert process.returncode == 0, err
-        assert not orphans(folder), "a session and an environment of its own hide nothing"
+    err = run_to_the_end(folder, *plan)
     run_dir = RunDir(path=folder)
     assert (folder / "starts").read_text().splitlines() == ["", "", *["--resume latest"] * 3]
     assert (folder / "metrics.cut-1.jsonl").read_text() == '{"step": 1}\n', "the first had no checkpoint"
@@ -184,9 +197,7 @@ def test_a_given_checkpoint_is_gone_on_from_until_later_ones_are_out_of_the_way(
         (folder / "checkpoints" / name).mkdir(parents=True)
         (folder / "checkpoints" / name / "run.json").write_text("{}")
     given = str(folder / "checkpoints" / "step-00000001")
-    with supervised(folder, "SIGKILL", "rewind+SIGKILL", "exit0", resume=given) as process:
-        _, err = process.communicate()
-        assert process.returncode == 0, err
+    run_to_the_end(folder, "SIGKILL", "rewind+SIGKILL", "exit0", resume=given)
     starts = (folder / "starts").read_text().splitlines()
     assert starts == [f"--resume {given}", f"--resume {given}", "--resume latest"]
 
@@ -195,77 +206,57 @@ def test_a_given_checkpoint_is_gone_on_from_until_later_ones_are_out_of_the_way(
 def test_a_run_that_makes_no_step_is_given_up_with_its_last_failure(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     plan = ["step1+checkpoint+SIGKILL", *["SIGKILL"] * (MAX_STARTS_WITHOUT_STEP - 1), "log+exit1", "exit0"]
-    with supervised(folder, *plan) as process:
-        _, err = process.communicate()
-        assert process.returncode == 1
-        assert err.splitlines()[-1] == (
-            f"supervisor: failed: {MAX_STARTS_WITHOUT_STEP} starts in a row made no new step (the newest one "
-            "is 1); the last one has ended with exit code 1: failed: OSError: no luck"
-        )
-        assert not orphans(folder)
+    err = run_to_the_end(folder, *plan, code=1)
+    assert err.splitlines()[-1] == (
+        f"supervisor: failed: {MAX_STARTS_WITHOUT_STEP} starts in a row made no new step (the newest one "
+        "is 1); the last one has ended with exit code 1: failed: OSError: no luck"
+    )
     assert events(folder)[-1][:2] == ("detected", "controller")
 
 
-@pytest.mark.exhaustive
-def test_a_start_that_fails_is_a_fault_although_an_earlier_one_is_open(tmp_path: Path) -> None:
-    with supervised(tmp_path / "run", "step1+checkpoint+buffer+exit1", "stillborn", "step2+exit0") as process:
-        _, err = process.communicate()
-    assert process.returncode == 0, err
-    events = [json.loads(line) for line in (tmp_path / "run" / "faults.jsonl").read_text().splitlines()]
-    assert [(one["event"], one["role"]) for one in events] == [
-        ("detected", "buffer"),
-        ("detected", "controller"),
-        ("recovered", "buffer"),
-        ("recovered", "controller"),
-    ]
-
-
-@pytest.mark.exhaustive
-def test_a_run_that_ends_over_a_lost_role_is_that_roles_fault(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    plan = ["step1+checkpoint+buffer+exit1", "step2+buffer+SIGKILL", "exit0"]
-    with supervised(folder, *plan) as process:
-        _, err = process.communicate()
-        assert process.returncode == 0, err
-    assert [(event, role) for event, role, _ in events(folder)] == [
-        ("detected", "buffer"),
-        ("recovered", "buffer"),
-        ("detected", "buffer"),
-        # Nothing says that it was about to end.
-        ("detected", "controller"),
-        ("recovered", "buffer"),
-        ("recovered", "controller"),
-    ]
-
-
 @pytest.mark.parametrize(
-    ("what", "code"),
-    [pytest.param("exit2", 2, marks=pytest.mark.exhaustive), ("exit0", 0), ("exit143", 143)],
+    ("plan", "code", "expected"),
+    [
+        pytest.param(["exit2"], 2, "", marks=pytest.mark.exhaustive, id="refused"),
+        pytest.param(["exit0"], 0, "", id="done"),
+        pytest.param(["exit143"], 143, "", id="stopped"),
+        pytest.param(
+            ["step1+ended+SIGKILL"], 0, "detected controller, recovered controller", id="dies after its end"
+        ),
+        pytest.param(
+            ["step1+checkpoint+buffer+exit1", "stillborn", "step2+exit0"],
+            0,
+            "detected buffer, detected controller, recovered buffer, recovered controller",
+            marks=pytest.mark.exhaustive,
+            id="a start fails while the fault of an earlier one is open",
+        ),
+        pytest.param(
+            # Nothing says of the second one that it was about to end.
+            ["step1+checkpoint+buffer+exit1", "step2+buffer+SIGKILL", "exit0"],
+            0,
+            "detected buffer, recovered buffer, detected buffer, detected controller, recovered buffer, "
+            "recovered controller",
+            marks=pytest.mark.exhaustive,
+            id="a run that ends over a lost role is that role's fault",
+        ),
+    ],
 )
-def test_a_run_that_ends_by_itself_is_left_alone(tmp_path: Path, what: str, code: int) -> None:
+def test_an_end_is_the_fault_of_a_role_or_of_nobody(
+    tmp_path: Path, plan: list[str], code: int, expected: str
+) -> None:
     folder = tmp_path / "run"
-    with supervised(folder, what) as process:
-        _, err = process.communicate()
-        assert process.returncode == code, err
-        assert not orphans(folder)
-    assert (folder / "starts").read_text().splitlines() == [""]
-    assert not (folder / "faults.jsonl").exists()
-
-
-def test_a_run_that_dies_after_its_end_is_done(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with supervised(folder, "step1+ended+SIGKILL") as process:
-        _, err = process.communicate()
-        assert process.returncode == 0, err
-    assert [event for event, _, _ in events(folder)] == ["detected", "recovered"]
-    assert (folder / "starts").read_text().splitlines() == [""]
+    run_to_the_end(folder, *plan, code=code)
+    assert len((folder / "starts").read_text().splitlines()) == len(plan)
+    assert (folder / "faults.jsonl").exists() == bool(expected)
+    if expected:
+        assert ", ".join(f"{event} {role}" for event, role, _ in events(folder)) == expected
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_stop_goes_to_the_run_and_ends_both(tmp_path: Path, number: signal.Signals) -> None:
     folder = tmp_path / "run"
     with supervised(folder, "SIGKILL", "wait") as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        until_ready(process)
         process.send_signal(number)
         out, err = process.communicate()
         assert process.returncode == 128 + number, err
@@ -276,9 +267,9 @@ def test_a_signal_to_stop_goes_to_the_run_and_ends_both(tmp_path: Path, number: 
 def test_a_folder_that_another_run_has_taken_meanwhile_is_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with supervised(folder, "wait", "exit0") as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        until_ready(process)
         run_dir = RunDir(path=folder)
-        (child,) = (one for one in psutil.Process(process.pid).children() if "run.py" in str(one.cmdline()))
+        child = child_of(process)
         with pytest.raises(RunInUse, match=rf"process {child.pid} on .*, since 20\d\d-\d\d-\d\d "):
             RunLock.take(run_dir.lock, "0")
         # The supervisor stands still, so that the other one comes first.
@@ -324,7 +315,7 @@ def test_a_run_that_was_stopped_is_killed_and_comes_back(tmp_path: Path) -> None
     folder = tmp_path / "run"
     # The second start gives no sign of life at all, as while a program is loaded.
     with supervised(folder, "step1+checkpoint+beat+SIGSTOP", "wait", controller_s=1.0) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        until_ready(process)
         time.sleep(1.5)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate()
@@ -341,8 +332,8 @@ def test_a_run_that_was_stopped_is_killed_and_comes_back(tmp_path: Path) -> None
 def test_a_supervisor_that_stood_still_holds_nothing_against_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with supervised(folder, "beat+wait", controller_s=4.0) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        child = psutil.Process(process.pid).children()[0]
+        until_ready(process)
+        child = child_of(process)
         for one in (process, child):
             one.send_signal(signal.SIGSTOP)
         time.sleep(supervisor.STALL_S + 1.0)
@@ -359,8 +350,8 @@ def test_a_supervisor_that_stood_still_holds_nothing_against_the_run(tmp_path: P
 def test_a_run_goes_on_without_its_supervisor_and_the_next_one_finds_it(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with supervised(folder, "beat+wait", "exit0") as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        (child,) = (one for one in psutil.Process(process.pid).children() if "run.py" in str(one.cmdline()))
+        until_ready(process)
+        child = child_of(process)
         num_threads = child.num_threads()
         process.kill()
         process.wait()

@@ -1,6 +1,5 @@
 """Which scorer gets which response: every response ends once, whatever scorers do meanwhile."""
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -221,9 +220,3 @@ def test_one_that_ends_replicas_is_found_out_and_others_are_not_given_up() -> No
                 fates[one.item] = dispatcher.scored(one)
     assert fates.pop(5) is Fate.GIVEN_UP
     assert fates == dict.fromkeys(set(items) - {5}, Fate.SCORED)
-
-
-@pytest.mark.parametrize(("num_replicas", "retry_wait_s"), [(0, 0.1), (1, -0.1)])
-def test_nonsense_is_refused(num_replicas: int, retry_wait_s: float) -> None:
-    with pytest.raises(ValueError, match="num_replicas"):
-        Dispatcher(num_replicas, SECTION, retry_wait_s=retry_wait_s)

@@ -1,6 +1,7 @@
 """The judge: votes, verdicts, a fence, a cache, and an endpoint that is slow, wrong and down."""
 
 import asyncio
+import dataclasses
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -87,16 +88,14 @@ def test_points_become_a_reward_from_0_to_1(server: ChatServer) -> None:
     assert server.keys == ["Bearer none"]
 
 
-def test_a_score_says_what_is_correct_and_shows_the_points(server: ChatServer) -> None:
-    async def go() -> None:
-        async with judging(section(server, correct_from=0.5)) as judge:
-            for points, is_correct in ((5, True), (4.9, False)):
-                server.reply = lambda request, points=points: verdict(points)
-                (score,) = await judge.score(TASK, [response(f"{points}")], 0)
-                assert (score.is_correct, score.parts) == (is_correct, {"points": points})
-                assert score.feedback == "because"
+async def test_a_score_says_what_is_correct_and_shows_the_points(server: ChatServer) -> None:
 
-    asyncio.run(go())
+    async with judging(section(server, correct_from=0.5)) as judge:
+        for points, is_correct in ((5, True), (4.9, False)):
+            server.reply = lambda request, points=points: verdict(points)
+            (score,) = await judge.score(TASK, [response(f"{points}")], 0)
+            assert (score.is_correct, score.parts) == (is_correct, {"points": points})
+            assert score.feedback == "because"
 
 
 @pytest.mark.parametrize(("votes", "value"), [(Votes.MEAN, 0.5), (Votes.MEDIAN, 0.4)])
@@ -122,19 +121,18 @@ def test_the_same_content_is_judged_once_and_the_cache_is_bounded(server: ChatSe
     assert len(server.requests) == 7
 
 
-def test_what_decides_a_verdict_decides_the_cache(server: ChatServer) -> None:
-    plain = Judge(section(server))
-    other_task = Task(task_id="t1", prompt="1 + 2 =", answer="2", source_index=0, source="s")
-    moved = Task(task_id="t9", prompt="1 + 1 =", answer="2", source_index=5, source="s")
-    key = plain._key(TASK, response())
-    other_answer = Task(task_id="t0", prompt="1 + 1 =", answer="3", source_index=0, source="s")
-    assert plain._key(moved, response()) == key
-    assert plain._key(other_task, response()) != key and plain._key(other_answer, response()) != key
-    for fields in ({"model": "b"}, {"highest": 11.0}, {"temperature": 0.5}, {"max_reply_tokens": 7}):
-        assert Judge(section(server, **fields))._key(TASK, response()) != key, fields
-    ruled = Judge(section(server, rubric="Only brevity counts."))
-    ruled.start()
-    assert ruled._key(TASK, response()) != key
+async def test_what_decides_a_verdict_decides_the_cache(server: ChatServer) -> None:
+    moved = dataclasses.replace(TASK, task_id="t9", source_index=5)
+    other_task, other_answer = (dataclasses.replace(TASK, **{one: "3"}) for one in ("prompt", "answer"))
+    async with judging(section(server)) as judge:
+        for task in (TASK, moved, other_task, other_answer):
+            await judge.score(task, [response()], 0)
+    assert len(server.requests) == 3 and judge.counts.num_judge_cached == 1
+    different = ({}, {"model": "b"}, {"highest": 11.0}, {"temperature": 0.5}, {"rubric": "Be brief."})
+    judges = [Judge(section(server, **fields)) for fields in different]
+    for judge in judges:
+        judge.start()
+    assert len({judge.version for judge in judges}) == len(judges), "scores of others are told apart"
 
 
 MALFORMED = [
@@ -200,27 +198,21 @@ def test_an_endpoint_that_cannot_now_is_asked_again(server: ChatServer, status: 
     assert values == [0.8] and judge.counts.num_judge_down == 2
 
 
-def test_retry_after_is_honoured_for_everybody(server: ChatServer) -> None:
+async def test_retry_after_is_honoured_for_everybody(server: ChatServer) -> None:
     server.reply = lambda request: (429, {"retry-after": "30"}, "{}")
     now_s = 100.0
 
-    async def go() -> None:
-        nonlocal now_s
-        async with judging(section(server), clock=lambda: now_s) as judge:
-            with pytest.raises(
-                RewardUnavailable, match=r"does not answer: .*429|not answered before"
-            ) as raised:
-                await judge.score(TASK, [response("a")], 0)
-            assert raised.value.retry_after_s == 30.0
-            server.reply = lambda request: verdict(8)
-            now_s = 129.0
-            with pytest.raises(RewardUnavailable) as raised:
-                await judge.score(TASK, [response("b")], 0)
-            assert raised.value.retry_after_s == pytest.approx(1.0) and len(server.requests) == 1
-            now_s = 130.0
-            assert (await judge.score(TASK, [response("b")], 0))[0].value == 0.8
-
-    asyncio.run(go())
+    async with judging(section(server), clock=lambda: now_s) as judge:
+        with pytest.raises(RewardUnavailable, match=r"does not answer: .*429|not answered before") as raised:
+            await judge.score(TASK, [response("a")], 0)
+        assert raised.value.retry_after_s == 30.0
+        server.reply = lambda request: verdict(8)
+        now_s = 129.0
+        with pytest.raises(RewardUnavailable) as raised:
+            await judge.score(TASK, [response("b")], 0)
+        assert raised.value.retry_after_s == pytest.approx(1.0) and len(server.requests) == 1
+        now_s = 130.0
+        assert (await judge.score(TASK, [response("b")], 0))[0].value == 0.8
 
 
 def test_retry_after_is_seconds_or_a_date_and_never_nonsense() -> None:
@@ -231,7 +223,7 @@ def test_retry_after_is_seconds_or_a_date_and_never_nonsense() -> None:
         assert retry_after_s(text) == 0.0
 
 
-def test_an_endpoint_that_is_too_slow_costs_no_reward(server: ChatServer) -> None:
+async def test_an_endpoint_that_is_too_slow_costs_no_reward(server: ChatServer) -> None:
     released = threading.Event()
 
     def reply(request: object) -> Reply:
@@ -239,20 +231,16 @@ def test_an_endpoint_that_is_too_slow_costs_no_reward(server: ChatServer) -> Non
         return verdict(8)
 
     server.reply = reply
-
-    async def go() -> None:
+    try:
         async with judging(section(server, limit_s=0.1, max_attempts=2)) as judge:
             with pytest.raises(RewardUnavailable, match=r"no answer within limit_s = 0.1 s"):
                 await judge.score(TASK, [response()], 0)
             assert judge.counts.num_judge_requests == judge.counts.num_judge_down == 2
-
-    try:
-        asyncio.run(go())
     finally:
         released.set()
 
 
-def test_votes_that_there_are_stay_while_the_endpoint_is_down(server: ChatServer) -> None:
+async def test_votes_that_there_are_stay_while_the_endpoint_is_down(server: ChatServer) -> None:
     lock, num_replies = threading.Lock(), 0
 
     def reply(request: object) -> Reply:
@@ -263,16 +251,13 @@ def test_votes_that_there_are_stay_while_the_endpoint_is_down(server: ChatServer
 
     server.reply = reply
 
-    async def go() -> None:
-        async with judging(section(server, num_votes=3, temperature=1.0, max_attempts=1)) as judge:
-            with pytest.raises(RewardUnavailable):
-                await judge.score(TASK, [response()], 0)
-            server.reply = lambda request: verdict(9)
-            (score,) = await judge.score(TASK, [response()], 0)
-            assert score.value == pytest.approx((6 + 6 + 9) / 30)
-            assert len(server.requests) == 4
-
-    asyncio.run(go())
+    async with judging(section(server, num_votes=3, temperature=1.0, max_attempts=1)) as judge:
+        with pytest.raises(RewardUnavailable):
+            await judge.score(TASK, [response()], 0)
+        server.reply = lambda request: verdict(9)
+        (score,) = await judge.score(TASK, [response()], 0)
+        assert score.value == pytest.approx((6 + 6 + 9) / 30)
+        assert len(server.requests) == 4
 
 
 def test_a_refusal_is_a_failure_at_once(server: ChatServer) -> None:
@@ -321,48 +306,45 @@ class TestFence:
         assert judge.counts.num_oversized == 1
 
 
-def test_a_judge_that_is_down_invents_nothing_others_go_on_and_it_recovers(server: ChatServer) -> None:
+async def test_a_judge_that_is_down_invents_nothing_others_go_on_and_it_recovers(server: ChatServer) -> None:
     """Through the pool: groups of another source are scored meanwhile, and its own once it is back."""
     sources = [
         source_with(section(server, max_attempts=2), name="judged"),
         source_with(section(server, name="b", base_url=server.url + "/"), name="other"),
     ]
 
-    async def go() -> None:
-        scorer = ScorerSection(max_attempts=1, max_in_flight=2)
-        rewards = RunRewards(sources, scorer, limit_s=300.0, seed=0)
-        rewards.start()
-        others: list[str] = []
+    scorer = ScorerSection(max_attempts=1, max_in_flight=2)
+    rewards = RunRewards(sources, scorer, limit_s=300.0, seed=0)
+    rewards.start()
+    others: list[str] = []
 
-        async def call(task: Task, responses: Any, first: int) -> ScoredResponses | Unavailable:
-            if task.source == "other":
-                others.append(task.task_id)
-                return ScoredResponses(scores=(Score(1.0, True),), counts=rewards.counts)
-            try:
-                scores = await rewards.score(task, responses, first)
-            except RewardUnavailable as error:
-                return Unavailable(reason=error.reason, retry_after_s=min(0.05, error.retry_after_s))
-            return ScoredResponses(scores=scores, counts=rewards.counts)
+    async def call(task: Task, responses: Any, first: int) -> ScoredResponses | Unavailable:
+        if task.source == "other":
+            others.append(task.task_id)
+            return ScoredResponses(scores=(Score(1.0, True),), counts=rewards.counts)
+        try:
+            scores = await rewards.score(task, responses, first)
+        except RewardUnavailable as error:
+            return Unavailable(reason=error.reason, retry_after_s=min(0.05, error.retry_after_s))
+        return ScoredResponses(scores=scores, counts=rewards.counts)
 
-        pool = ScorerPool([call], scorer)
-        groups = GroupScoring(pool, scorer)
-        server.go_down()
-        task = Task(task_id="t1", prompt="1 + 1 =", answer="2", source_index=0, source="judged")
-        other = Task(task_id="t2", prompt="?", answer="2", source_index=0, source="other")
-        waiting = asyncio.create_task(
-            groups.score_group(7, task, [response(text) for text in ("a", "b", "c", "d")])
-        )
-        while pool.metrics()["score/num_deferred"] < 6:
-            await asyncio.sleep(0.01)
-        assert not waiting.done()
-        assert await groups.score("group 8", other, [response()]) == (Score(1.0, True),)
-        assert others and not waiting.done()
-        server.come_back()
-        scores = await waiting
-        assert isinstance(scores, tuple) and [one.value for one in scores] == [0.5] * 4
-        assert pool.metrics()["scoring/num_judge_down"] > 0
-
-    asyncio.run(go())
+    pool = ScorerPool([call], scorer)
+    groups = GroupScoring(pool, scorer)
+    server.go_down()
+    task = Task(task_id="t1", prompt="1 + 1 =", answer="2", source_index=0, source="judged")
+    other = Task(task_id="t2", prompt="?", answer="2", source_index=0, source="other")
+    waiting = asyncio.create_task(
+        groups.score_group(7, task, [response(text) for text in ("a", "b", "c", "d")])
+    )
+    while pool.metrics()["score/num_deferred"] < 6:
+        await asyncio.sleep(0.01)
+    assert not waiting.done()
+    assert await groups.score("group 8", other, [response()]) == (Score(1.0, True),)
+    assert others and not waiting.done()
+    server.come_back()
+    scores = await waiting
+    assert isinstance(scores, tuple) and [one.value for one in scores] == [0.5] * 4
+    assert pool.metrics()["scoring/num_judge_down"] > 0
 
 
 class TestBeforeARun:
@@ -442,8 +424,3 @@ class TestBreaker:
         assert breaker.begin(now_s) is None
         breaker.succeeded()
         assert breaker.is_closed and breaker.begin(now_s) is None and breaker.begin(now_s) is None
-
-    @pytest.mark.parametrize("fields", [{"num_failures": 0}, {"first_wait_s": 0.0}, {"longest_wait_s": 0.5}])
-    def test_nonsense_is_refused(self, fields: dict[str, float]) -> None:
-        with pytest.raises(ValueError, match="CircuitBreaker"):
-            CircuitBreaker(**fields)

@@ -14,11 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
-from forgeasync.config import (
-    ProcessRewardModel,
-    ScorerSection,
-    check_without_model,
-)
+from forgeasync.config import ProcessRewardModel, ScorerSection
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, ScoreStatus, Task
 from forgeasync.runtime import RunRewards
@@ -30,7 +26,7 @@ from forgeasync.scoring import (
     StepTokenizer,
     try_rewards,
 )
-from tests.support.config_samples import minimal_config, source_with
+from tests.support.config_samples import source_with
 from tests.support.families import STEP_TAG, process_reward_head, write_process_reward_model
 from tests.support.tiers import Starts, starts
 
@@ -173,27 +169,6 @@ class TestRefusals:
         assert self.problem(section_of(tmp_path, chat_template=True)) == f"{said}has task and response " + (
             "once each, in this order"
         )
-
-    @pytest.mark.parametrize(
-        ("overrides", "said"),
-        [
-            (
-                ["data.reward=[{kind: math}, {kind: process_reward_model, model_path: m}]"],
-                "data.reward.1.kind = 'process_reward_model': scores steps, which only a reward without",
-            ),
-            (
-                ["data.reward={kind: process_reward_model, model_path: m}", "algorithm.advantage=rloo"],
-                "algorithm.advantage = 'rloo': has no formula for rewards of steps",
-            ),
-            (
-                ["data.reward={kind: process_reward_model, model_path: m, limit_s: 60}"],
-                "data.reward.limit_s = 60.0: must be less than timeouts.score_s",
-            ),
-        ],
-    )
-    def test_what_contradicts_other_sections_is_named(self, overrides: list[str], said: str) -> None:
-        problems = [str(one) for one in check_without_model(minimal_config(*overrides))]
-        assert any(problem.startswith(said) for problem in problems), problems
 
 
 @starts(Starts.ENGINE)

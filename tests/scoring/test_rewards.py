@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,7 +33,7 @@ from forgeasync.rollouts import (
     VerifierCounts,
     as_feedback,
 )
-from forgeasync.runtime import GroupScoring, RunRewards, ScoredResponses, ScorerPool, Unscored
+from forgeasync.runtime import RunRewards
 from forgeasync.schema import ConfigError, code_of
 from forgeasync.scoring import (
     MAX_ANSWER_BYTES,
@@ -163,66 +163,45 @@ class TestPool:
         assert not any(is_running(pid) for pid in pids)
 
 
+def scored_at_once(rewards: RunRewards, groups: list[list[Response]]) -> list[object]:
+    async def go() -> list[object]:
+        calls = (rewards.score(TASK, group) for group in groups)
+        return list(await asyncio.gather(*calls, return_exceptions=True))
+
+    return asyncio.run(go())
+
+
 class TestRewardsOfARun:
     def test_coroutines_run_side_by_side(self, make_rewards: Callable[..., RunRewards]) -> None:
         rewards = make_rewards(own("slow", limit_s=300.0))
-
-        async def run() -> list[object]:
-            groups = [some("meet 40", "meet 40")] * 20 + [some("own timeout")]
-            return await asyncio.gather(
-                *(rewards.score(TASK, group) for group in groups), return_exceptions=True
-            )
-
-        *fine, own_timeout = asyncio.run(run())
+        groups = [some("meet 40", "meet 40")] * 20 + [some("fine", "own timeout")]
+        *fine, own_timeout = scored_at_once(rewards, groups)
         assert fine == [(Score(1.0, True),) * 2] * 20
-        assert "rollout 0: TimeoutError: the judge did not answer" in str(own_timeout)
+        assert "rollout 1: TimeoutError: the judge did not answer" in str(own_timeout)
         assert rewards.counts == VerifierCounts()
 
-    def test_a_coroutine_that_hangs_is_cut_off(self, make_rewards: Callable[..., RunRewards]) -> None:
-        rewards = make_rewards(own("slow", limit_s=0.1))
-        with pytest.raises(RewardTimeout, match=r"task t1, rollout 0: took longer than 0\.1 s"):
-            asyncio.run(rewards.score(TASK, some("hang")))
-
-    @pytest.mark.exhaustive
-    def test_a_coroutine_that_hangs_is_cut_off_alone(self, make_rewards: Callable[..., RunRewards]) -> None:
-        rewards = make_rewards(own("slow", limit_s=10.0))
-
-        async def run() -> list[object]:
-            groups = [some("a", "b")] * 20 + [some("a", "hang")]
-            return await asyncio.gather(
-                *(rewards.score(TASK, group) for group in groups), return_exceptions=True
-            )
-
-        *fine, hung = asyncio.run(run())
-        assert fine == [(Score(1.0, True),) * 2] * 20
-        assert isinstance(hung, RewardTimeout) and "task t1, rollout 1: took longer than 10 s" in str(hung)
-        assert rewards.counts == VerifierCounts(), "the event loop was never blocked"
-
-    def test_a_coroutine_that_blocks_has_its_process_killed(
-        self, make_rewards: Callable[..., RunRewards]
+    @pytest.mark.parametrize(
+        ("limit_s", "others"),
+        [("0.1", []), pytest.param("10", ["a"] * 2, marks=pytest.mark.exhaustive)],
+        ids=["alone", "among others"],
+    )
+    @pytest.mark.parametrize(("what", "num_killed"), [("hang", 0), ("block", 1)])
+    def test_a_coroutine_that_hangs_or_blocks_is_cut_off_alone(
+        self,
+        make_rewards: Callable[..., RunRewards],
+        what: str,
+        num_killed: int,
+        limit_s: str,
+        others: list[str],
     ) -> None:
-        rewards = make_rewards(own("slow", limit_s=0.1))
-        with pytest.raises(RewardTimeout, match=r"rollout 0: took longer than 0\.1 s"):
-            asyncio.run(rewards.score(TASK, some("block")))
-        assert rewards.counts == VerifierCounts(num_killed_rewards=1)
-
-    @pytest.mark.exhaustive
-    def test_a_coroutine_that_blocks_all_others_is_named_and_the_others_are_scored(
-        self, make_rewards: Callable[..., RunRewards]
-    ) -> None:
-        rewards = make_rewards(own("slow", limit_s=10.0))
-
-        async def run() -> list[object]:
-            groups = [some("a"), some("a", "a", "block"), some("b")]
-            return await asyncio.gather(
-                *(rewards.score(TASK, group) for group in groups), return_exceptions=True
-            )
-
-        first, blocked, last = asyncio.run(run())
-        assert first == last == (Score(1.0, True),)
-        assert isinstance(blocked, RewardTimeout)
-        assert "task t1, rollout 2: took longer than 10 s" in str(blocked)
-        assert rewards.counts == VerifierCounts(num_killed_rewards=1)
+        """Only one that blocks the event loop has its process killed."""
+        rewards = make_rewards(own("slow", limit_s=float(limit_s)))
+        groups = [some(*others)] * 10 * len(others)
+        *fine, late = scored_at_once(rewards, [*groups, some(*others, what)])
+        assert fine == [(Score(1.0, True),) * len(others)] * len(groups)
+        assert isinstance(late, RewardTimeout)
+        assert f"task t1, rollout {len(others)}: took longer than {limit_s} s" in str(late)
+        assert rewards.counts == VerifierCounts(num_killed_rewards=num_killed)
 
     def test_a_whole_group_is_scored_by_one_call(self, make_rewards: Callable[..., RunRewards]) -> None:
         rewards = make_rewards(own("ranks", scores=ScoredUnit.GROUP, options={"scale": 2.0}))
@@ -246,29 +225,6 @@ class TestRewardsOfARun:
         assert right.parts["math"] == 1.0 and right.parts["judge"] == 1.0 and right.parts["length"] == 4.0
         assert right.parts["judge/right"] == 1.0
 
-    def test_what_fails_is_tried_again_and_given_up_and_never_scores_zero(
-        self, make_rewards: Callable[..., RunRewards]
-    ) -> None:
-        rewards = make_rewards(own("strange"))
-
-        async def score(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
-            scores = await rewards.score(task, responses, first)
-            return ScoredResponses(scores=scores, counts=rewards.counts)
-
-        async def run() -> tuple[object, object, float]:
-            section = ScorerSection(max_attempts=2)
-            scoring = GroupScoring(ScorerPool([score], section, retry_wait_s=0.0), section)
-            bad = await scoring.score("group 5", TASK, some("fine", "nan"))
-            good = await scoring.score("group 6", TASK, some("fine", "fine"))
-            return bad, good, scoring.metrics()["scoring/num_failed_attempts"]
-
-        bad, good, num_failed = asyncio.run(run())
-        assert isinstance(bad, Unscored)
-        assert "group 5 was not scored in 2 attempts" in bad.reason
-        assert f"reward 'strange' ({OWN}.strange) on task t1, rollout 1: ValueError" in bad.reason
-        assert good == (Score(0.5, False),) * 2
-        assert num_failed == 2
-
 
 def test_several_scores_become_one() -> None:
     rewards = (MathReward(name="a", weight=2.0), MathReward(name="b", weight=-1.0))
@@ -287,102 +243,81 @@ def test_several_scores_become_one() -> None:
         weighted_score(rewards, (first, Score(1.0, True, steps=(Step(end=1, value=1.0),))))
 
 
-class TestConfig:
-    def test_one_reward_and_a_list_come_back_from_their_yaml(self, tmp_path: Path) -> None:
-        one = minimal_config("data.reward={kind: python, factory: a.b, options: {x: 1}, limit_s: 5}")
-        many = minimal_config("data.reward=[{kind: math, weight: 2}, {kind: reasoning_gym, name: own}]")
-        for config in (one, many):
-            file = tmp_path / "again.yaml"
-            file.write_text(dump_config(config))
-            assert load_config([file]) == config
-        assert [reward.kind for reward in named_sources(many.data)[0].rewards] == ["math", "reasoning_gym"]
-        (alone,) = named_sources(minimal_config().data)
-        assert [reward.kind for reward in alone.rewards] == ["reasoning_gym"], "the source's own"
+def test_one_reward_and_a_list_come_back_from_their_yaml(tmp_path: Path) -> None:
+    one = minimal_config("data.reward={kind: python, factory: a.b, options: {x: 1}, limit_s: 5}")
+    many = minimal_config("data.reward=[{kind: math, weight: 2}, {kind: reasoning_gym, name: own}]")
+    for config in (one, many):
+        file = tmp_path / "again.yaml"
+        file.write_text(dump_config(config))
+        assert load_config([file]) == config
+    assert [reward.kind for reward in named_sources(many.data)[0].rewards] == ["math", "reasoning_gym"]
+    (alone,) = named_sources(minimal_config().data)
+    assert [reward.kind for reward in alone.rewards] == ["reasoning_gym"], "the source's own"
 
-    @pytest.mark.parametrize(
-        ("override", "said"),
-        [
-            (
-                "data.reward={kind: mth}",
-                "data.reward.kind = 'mth': expected one of 'reasoning_gym', 'math', 'python'",
-            ),
-            (
-                "data.reward=[{kind: math, wight: 1}]",
-                "data.reward.0.wight = 1: unknown key; did you mean data.reward.0.weight",
-            ),
-            ("data.reward={kind: python}", "data.reward.factory: required key is missing"),
-            ("data.reward=3", "data.reward = 3: expected a section with the keys kind"),
-            ("data.sources=[]", "data.source: cannot be given beside data.sources"),
-            (
-                "data.sources=[{source: {kind: python, factory: a.b}}]",
-                "data.source: cannot be given beside data.sources",
-            ),
-            ("data.source=null", "data.source: is required: give data.source, or data.sources"),
-            ("data.template_arguments={x: [1]}", "data.template_arguments.x = [1]"),
-            (
-                "evaluation.sets=[{name: a, num_problems: 3}]",
-                "evaluation.sets.0.source: required key is missing",
-            ),
-        ],
-    )
-    def test_a_wrong_form_names_the_field(self, override: str, said: str) -> None:
-        with pytest.raises(ConfigError) as raised:
-            minimal_config(override)
-        assert said in str(raised.value)
-        assert len(raised.value.problems) == 1, raised.value
 
-    @pytest.mark.parametrize(
-        ("overrides", "said"),
-        [
-            (
-                ["data.source={kind: python, factory: a.b}", "data.reward={kind: reasoning_gym}"],
-                "data.reward.kind = 'reasoning_gym': needs a source of kind 'reasoning_gym'",
-            ),
-            (
-                ["data.reward=[{kind: math}, {kind: math}]"],
-                "data.reward.0.name = 'math': is the name of another",
-            ),
-            (["data.reward=[]"], "data.reward = []: must have at least one reward"),
-            (["data.reward={kind: math, name: mean}"], "data.reward.name = 'mean': becomes the metric"),
-            (
-                ["data.reward={kind: python, factory: a.b, limit_s: 60}"],
-                "data.reward.limit_s = 60.0: must be less",
-            ),
-            (["data.system_prompt=Hi"], "data.system_prompt = 'Hi': is used by the chat template only"),
-            (
-                ["data.chat_template=true", "data.template_arguments={tokenize: true}"],
-                "data.template_arguments.tokenize = True: is set by the run itself",
-            ),
-            (
-                ["evaluation.sets=[{name: reward, num_problems: 3, source: {kind: python, factory: a.b}}]"],
-                "evaluation.sets.0.name = 'reward': becomes part of the metrics",
-            ),
-            (
-                [
-                    "evaluation.sets=[{name: a, num_problems: 3, source: {kind: python, factory: a.b}, "
-                    "sampling: {max_response_tokens: 64}}]"
-                ],
-                "evaluation.sets.0.sampling.max_response_tokens = 64: must be less than",
-            ),
-        ],
-    )
-    def test_what_contradicts_is_refused_with_field_value_and_remedy(
-        self, overrides: list[str], said: str
-    ) -> None:
-        problems = [str(problem) for problem in check_without_model(minimal_config(*overrides))]
-        assert any(problem.startswith(said) for problem in problems), problems
+PYTHON, PRM = "kind: python, factory: a.b", "kind: process_reward_model, model_path: m"
+A_SET = f"num_problems: 3, source: {{{PYTHON}}}"
 
-    def test_names_of_sources_and_sets_differ(self) -> None:
-        source = "{source: {kind: python, factory: a.b}}"
-        sets = "{name: a, num_problems: 3, source: {kind: python, factory: a.b}}"
-        config = minimal_config(
-            "data.source=null",
-            f"data.sources=[{source}, {source}]",
-            f"evaluation.sets=[{sets}, {sets}]",
-        )
-        fields = [problem.field for problem in check_without_model(config)]
-        expected = [f"data.sources.{i}.name" for i in (0, 1)] + [f"evaluation.sets.{i}.name" for i in (0, 1)]
-        assert fields == expected
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("data.reward={kind: mth}", "data.reward.kind = 'mth': expected one of 'reasoning_gym', 'math', "),
+        ("data.reward=[{kind: math, wight: 1}]", "data.reward.0.wight = 1: unknown key; did you mean data."),
+        ("data.reward={kind: python}", "data.reward.factory: required key is missing"),
+        ("data.reward=3", "data.reward = 3: expected a section with the keys kind"),
+        ("data.reward=[]", "data.reward = []: must have at least one reward"),
+        ("data.reward=[{kind: math}, {kind: math}]", "data.reward.0.name = 'math': is the name of another"),
+        ("data.reward={kind: math, name: mean}", "data.reward.name = 'mean': becomes the metric"),
+        (f"data.reward={{{PYTHON}, limit_s: 60}}", "data.reward.limit_s = 60.0: must be less"),
+        (f"data.reward={{{PRM}, limit_s: 60}}", "data.reward.limit_s = 60.0: must be less than timeouts."),
+        (
+            (f"data.source={{{PYTHON}}}", "data.reward={kind: reasoning_gym}"),
+            "data.reward.kind = 'reasoning_gym': needs a source of kind 'reasoning_gym'",
+        ),
+        (f"data.reward=[{{kind: math}}, {{{PRM}}}]", "data.reward.1.kind = 'process_reward_model': scores"),
+        (
+            (f"data.reward={{{PRM}}}", "algorithm.advantage=rloo"),
+            "algorithm.advantage = 'rloo': has no formula for rewards of steps",
+        ),
+        ("data.sources=[]", "data.source: cannot be given beside data.sources"),
+        (f"data.sources=[{{source: {{{PYTHON}}}}}]", "data.source: cannot be given beside data.sources"),
+        ("data.source=null", "data.source: is required: give data.source, or data.sources"),
+        ("data.template_arguments={x: [1]}", "data.template_arguments.x = [1]"),
+        (
+            "data.template_arguments={tokenize: true}",
+            "data.template_arguments.tokenize = True: is set by the",
+        ),
+        ("data.system_prompt=Hi", "data.system_prompt = 'Hi': is used by the chat template only"),
+        ("evaluation.sets=[{name: a, num_problems: 3}]", "evaluation.sets.0.source: required key is missing"),
+        (
+            f"evaluation.sets=[{{name: reward, {A_SET}}}]",
+            "evaluation.sets.0.name = 'reward': becomes part of",
+        ),
+        (
+            f"evaluation.sets=[{{name: a, {A_SET}, sampling: {{max_response_tokens: 64}}}}]",
+            "evaluation.sets.0.sampling.max_response_tokens = 64: must be less than",
+        ),
+    ],
+)
+def test_a_config_is_refused_with_field_value_and_remedy(overrides: str | tuple[str, ...], said: str) -> None:
+    given = (overrides,) if isinstance(overrides, str) else overrides
+    try:
+        problems = check_without_model(minimal_config(*given))
+    except ConfigError as refused:
+        problems = refused.problems
+        assert len(problems) == 1, problems
+    assert any(str(problem).startswith(said) for problem in problems), problems
+
+
+def test_names_of_sources_and_sets_differ() -> None:
+    source, one_set = f"{{source: {{{PYTHON}}}}}", f"{{name: a, {A_SET}}}"
+    sources, sets = f"data.sources=[{source}, {source}]", f"evaluation.sets=[{one_set}, {one_set}]"
+    fields = [
+        problem.field for problem in check_without_model(minimal_config("data.source=null", sources, sets))
+    ]
+    expected = [f"data.sources.{i}.name" for i in (0, 1)] + [f"evaluation.sets.{i}.name" for i in (0, 1)]
+    assert fields == expected
 
 
 class TestTrial:
@@ -455,20 +390,3 @@ def test_any_text_can_be_made_a_feedback(text: str) -> None:
         assert found == text.encode(errors="replace").decode()
     else:
         assert found[:1000] + found[-1000:] == text[:1000] + text[-1000:]
-
-
-@pytest.mark.parametrize(
-    ("feedback", "said"),
-    [(7, "must be text, not 7"), ("x" * 4001, "at most 4000 characters, not 4001"), ("\ud800", "UTF-8")],
-)
-def test_a_feedback_that_cannot_be_is_refused(feedback: object, said: str) -> None:
-    with pytest.raises(ValueError, match=f"feedback of a score .*{said}"):
-        Score(0.0, False, feedback=feedback)  # type: ignore[arg-type]
-
-
-def test_a_status_or_scorer_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="guessed"):
-        Score(0.0, False, status="guessed")
-    with pytest.raises(ValueError, match="scorer of a score must be text"):
-        Score(0.0, False, scorer=7)
-    assert Score(0.0, False, scorer="a", status=ScoreStatus.TIMEOUT) == Score(0.0, False)

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.buffer import ReplayBuffer
-from forgeasync.config import AccountingSection, BufferSection
 from forgeasync.observability import RolloutWriter, ScoredGroups, part_means
 from forgeasync.rollouts import FinishReason, Group, Score, Step
 from forgeasync.scoring import GroupFiltering, judge_answer
@@ -39,6 +37,11 @@ class TestScore:
             ({"penalties": {"tools": -0.5}}, "penalties of a score must be at least 0; 'tools' is -0.5"),
             ({"penalties": {"tools": math.inf}}, "'tools' in penalties of a score must be finite"),
             ({"has_answer": 1}, "has_answer of a score must be true or false, not 1"),
+            ({"feedback": 7}, "feedback of a score must be text, not 7"),
+            ({"feedback": "x" * 4001}, "feedback of a score .*at most 4000 characters, not 4001"),
+            ({"feedback": "\ud800"}, "feedback of a score .*UTF-8"),
+            ({"status": "guessed"}, "guessed"),
+            ({"scorer": 7}, "scorer of a score must be text"),
             ({"steps": (0.5,)}, "list of Step"),
             ({"steps": (Step(end=4, value=1.0), Step(end=4, value=0.0))}, r"increasing ends, not \[4, 4\]"),
         ],
@@ -61,28 +64,6 @@ def make_group(num: int = 4) -> Group:
 
 
 class TestTravel:
-    def test_the_buffer_keeps_scores_and_steps_of_what_trains(self) -> None:
-        buffer = ReplayBuffer(
-            groups_per_step=1,
-            group_size=4,
-            max_off_policy_steps=0,
-            num_groups_in_run=1,
-            section=BufferSection(),
-            accounting=AccountingSection(),
-        )
-        buffer.submit(make_task(0))
-        assert buffer.start() is not None
-        buffer.finished(make_group())
-        steps = (Step(end=2, value=0.25), Step(end=6, value=1.0))
-        scores = [Score(1.0, True, parts={"a": 1.0}, steps=steps), Score(0.0, False)]
-        buffer.scored(0, (3.0, 0.5), (1, 3), scores)
-        batch = buffer.take()
-        assert batch is not None
-        (group,) = batch.groups
-        assert group.scores == tuple(scores) and group.rewards == (3.0, 0.5)
-        assert group.steps == (steps, ())
-        assert [rollout.text for rollout in group.rollouts] == ["text 1", "text 3"]
-
     def test_penalties_decide_which_correct_responses_are_kept(self) -> None:
         """With hardly any smoothing those without penalty come first, whatever is drawn."""
         section = "{kind: resample_on_correct, num_kept: 2, smoothing: 1.0e-9}"
@@ -141,9 +122,7 @@ one_score = st.builds(
 
 
 @given(st.lists(st.lists(st.tuples(one_score, st.integers(0, 10**6)), min_size=1, max_size=4), max_size=6))
-def test_counts_of_scored_groups_are_those_of_their_definition(
-    groups: list[list[tuple[Score, int]]],
-) -> None:
+def test_counts_of_scored_groups_are_those_of_their_definition(groups: list[list[tuple[Score, int]]]) -> None:
     counts = ScoredGroups()
     for group in groups:
         counts.add([score for score, _ in group], [length for _, length in group])

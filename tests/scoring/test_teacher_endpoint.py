@@ -81,11 +81,7 @@ def test_a_token_among_the_likeliest_and_no_ids_at_all(server: ChatServer) -> No
     ("reply", "error", "said"),
     [
         (completion(*GOOD[:2]), WrongTeacherRecord, "scored 3 positions; must be 4"),
-        (
-            completion(GOOD[0], position(9, -1.0), GOOD[2]),
-            WrongTeacherRecord,
-            "not score token 5 at .* 2",
-        ),
+        (completion(GOOD[0], position(9, -1.0), GOOD[2]), WrongTeacherRecord, "not score token 5 at .* 2"),
         (completion(GOOD[0], None, GOOD[2]), WrongTeacherRecord, "no log-probabilities at position 2"),
         (completion(GOOD[0], {"5": 1.0}, GOOD[2]), WrongTeacherRecord, "no log-probabilities at position 2"),
         (
@@ -131,16 +127,10 @@ def test_a_server_that_is_down_or_slow_is_away(server: ChatServer) -> None:
     assert len(ask(server).logprobs_T) == 2
 
 
-@pytest.mark.parametrize("is_good", [True, False])
-def test_the_event_loop_goes_on_while_a_reply_is_parsed(
-    server: ChatServer, monkeypatch: pytest.MonkeyPatch, is_good: bool
+async def test_the_event_loop_goes_on_while_a_reply_is_parsed(
+    server: ChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parsing waits here for the event loop: on the loop's own thread it would wait in vain."""
-    ids_S = np.full(4, 5, np.int32)
-    one = position(5, -2.0, (8, -0.1), (9, -2.5))
-    positions = [one] * (len(ids_S) - 1)
-    reply = completion(*positions) if is_good else (200, {}, json.dumps({"choices": positions}))
-    server.reply = lambda request: reply
     is_parsing, has_gone_on = threading.Event(), threading.Event()
     parse = TeacherClient._positions
 
@@ -154,21 +144,11 @@ def test_the_event_loop_goes_on_while_a_reply_is_parsed(
             await asyncio.sleep(0.001)
         has_gone_on.set()
 
-    async def go() -> TeacherRecord:
-        client = TeacherClient(TeacherEndpoint(base_url=server.url, model="large"))
-        turning = asyncio.create_task(others())
-        try:
-            return await client.score(ids_S, num_prompt=2, num_ids=2)
-        finally:
-            turning.cancel()
-            await client.close()
-
     monkeypatch.setattr(TeacherClient, "_positions", parse_later)
-    if is_good:
-        assert len(asyncio.run(go()).logprobs_T) == len(ids_S) - 2
-    else:
-        with pytest.raises(TeacherRefuses, match="no completion with prompt_logprobs"):
-            asyncio.run(go())
+    client = TeacherClient(TeacherEndpoint(base_url=server.url, model="large"))
+    found, _ = await asyncio.gather(client.score(IDS, num_prompt=2, num_ids=2), others())
+    await client.close()
+    assert len(found.logprobs_T) == 2
 
 
 def test_a_teacher_is_in_one_place() -> None:
