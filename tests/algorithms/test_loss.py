@@ -11,7 +11,6 @@ import torch
 from pydantic import Field
 
 from forgeasync.algorithms import (
-    AgeWeight,
     Aggregation,
     ConstantLength,
     KlPlace,
@@ -23,8 +22,6 @@ from forgeasync.algorithms import (
     Supervised,
     TeacherTokens,
     TokenMean,
-    penalty_to_go,
-    product,
 )
 from tests.support.tokens import K3, make_tokens, section
 
@@ -52,7 +49,8 @@ class Tokens:
                 "ids": ids,
                 "weights": np.asarray([1.0, 2.5, 7.0])[ids] if is_weighted else np.ones(num),
             }
-            row["behavior"][~mask] = np.nan
+            for name in ("behavior", "ref"):
+                row[name][~mask] = np.nan
             self.rows.append(row)
 
     def tensors(self, row: int, dtype: torch.dtype = torch.float32) -> RowTokens:
@@ -199,24 +197,6 @@ def test_an_estimator_and_an_aggregation_of_ones_own() -> None:
     assert loss.count(row.mask_T, row.sequence_ids_T, ones_T) == row.mask_T.sum()
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"kind": "ppo_clip", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2},
-        {"kind": "gspo", "clip_low": 0.05, "clip_high": 0.1},
-        {"kind": "kimi15", "tau": 0.7},
-    ],
-)
-def test_a_loss_calls_its_objective_on_the_row(keys: dict[str, object]) -> None:
-    for seed in range(3):
-        row = Tokens(seed).tensors(0)
-        loss = section(objective=keys)
-        found = loss(row, total=4.0)
-        losses_T, sums = loss.objective(row)
-        torch.testing.assert_close(found.loss, torch.where(row.mask_T, losses_T, 0.0).sum() / 4.0)
-        assert found.weights_T is None and found.sums.keys() == sums.keys()
-
-
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased_k3"])
 @pytest.mark.parametrize("where", list(KlPlace))
 def test_a_penalty_is_the_estimate_of_its_name(estimator: str, where: KlPlace) -> None:
@@ -265,29 +245,6 @@ def test_decoupled_ppo_around_the_current_policy() -> None:
     torch.testing.assert_close(row.logprobs_T.grad, -row.advantages_T * weights_T)
 
 
-def test_weights_by_age() -> None:
-    row = Tokens(0).tensors(0)
-    aged = dataclasses.replace(row, ages_T=torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3]))
-    weights_T, _ = product([AgeWeight(half_life=2.0)], aged)
-    expected = [1.0, 0.5**0.5, 0.5, 0.5**1.5, 0.25, 1.0, 0.5**0.5, 0.5, 0.5**1.5]
-    kept = row.mask_T.tolist()
-    np.testing.assert_allclose(
-        weights_T.tolist(), [w if k else 0.0 for w, k in zip(expected, kept, strict=True)], rtol=1e-6
-    )
-
-
-def test_penalty_to_go() -> None:
-    values = torch.tensor([1.0, 2.0, 4.0, torch.nan, 16.0, 32.0], requires_grad=True)
-    mask = torch.tensor([True, True, True, False, True, True])
-    to_go = penalty_to_go(values, mask, torch.tensor([0, 0, 1, 1, 1, 2]))
-    assert to_go.tolist() == [3.0, 2.0, 20.0, 16.0, 16.0, 32.0] and not to_go.requires_grad
-    empty = torch.zeros(0)
-    assert penalty_to_go(empty, empty.bool(), empty.long()).shape == (0,)
-
-
-# In the trainer
-
-
 @pytest.mark.parametrize(
     ("aggregate", "expected"),
     [
@@ -295,6 +252,7 @@ def test_penalty_to_go() -> None:
         (SequenceMeanOfTokenMean(), (1.5 + 3 * 5.0) / (1 + 3)),
         (SequenceMeanOfTokenSum(), (3.0 + 3 * 5.0) / (1 + 3)),
         (ConstantLength(length=4), (3.0 + 3 * 5.0) / 4 / (1 + 3)),
+        (ConstantLength(length=1), (3.0 + 3 * 5.0) / (1 + 3)),
     ],
 )
 def test_a_weighted_mean_by_hand(aggregate: Aggregation, expected: float) -> None:
