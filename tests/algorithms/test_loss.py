@@ -269,34 +269,22 @@ def test_a_weighted_mean_by_hand(aggregate: Aggregation, expected: float) -> Non
     assert values_T.grad is not None and values_T.grad.isfinite().all() and values_T.grad[3] == 0
 
 
-SEEN: dict[str, torch.Tensor] = {}
-
-
-def seeing_objective(row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    SEEN["objective"] = row.advantages_T
-    return -row.advantages_T * row.logprobs_T, {}
-
-
-def seeing_correction(row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    SEEN["correction"] = row.advantages_T
-    return torch.ones_like(row.advantages_T), {}
-
-
 def test_corrections_see_the_advantage_of_the_sequence_itself() -> None:
     """A penalty in the reward changes the objective's advantages from token to token, not theirs."""
     loss = section(
-        objective={"kind": "python", "factory": "tests.algorithms.test_loss.seeing_objective"},
-        corrections=[{"kind": "python", "factory": "tests.algorithms.test_loss.seeing_correction"}],
+        corrections=[{"kind": "off_policy_sequence_mask", "threshold": 0.1}],
+        objective={"kind": "reinforce"},
         kl={"coefficient": 0.5, "estimator": "k1", "where": "reward"},
     )
     tokens = make_tokens(
         torch.tensor([-1.0, -2.0], requires_grad=True),
-        advantages_T=torch.tensor([3.0, 3.0]),
+        behavior_logprobs_T=torch.zeros(2),
+        advantages_T=torch.tensor([0.25, 0.25]),
         ref_logprobs_T=torch.tensor([-3.0, -3.0]),
     )
-    loss(tokens, total=2.0)
-    assert SEEN["correction"].tolist() == [3.0, 3.0]
-    assert SEEN["objective"].tolist() == [3.0 - 0.5 * (2.0 + 1.0), 3.0 - 0.5 * 1.0]
+    found = loss(tokens, total=2.0)
+    assert found.advantages_T.tolist() == [0.25 - 0.5 * (2.0 + 1.0), 0.25 - 0.5 * 1.0]
+    assert found.weights_T is not None and found.weights_T.tolist() == [1.0, 1.0], "only bad ones are masked"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
