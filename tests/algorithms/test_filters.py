@@ -256,10 +256,9 @@ def test_the_watch_speaks_up_with_its_arithmetic() -> None:
 
 
 def test_a_reward_at_the_threshold_is_positive() -> None:
-    facts = GroupFacts(rewards=(0.5, 0.5, *[0.0] * 6), lengths=(1,) * 8, is_truncated=(False,) * 8)
+    facts = group([0.5, 0.5, *[0.0] * 6])
     for seed in range(5):
-        filtered = ResampleOnCorrect(num_kept=4)(facts, np.random.default_rng(seed))
-        assert sorted(filtered.rewards) == [0.0, 0.0, 0.0, 0.5]
+        assert sorted(run(ResampleOnCorrect(num_kept=4), facts, seed).rewards) == [0.0, 0.0, 0.0, 0.5]
 
 
 def test_a_filter_that_keeps_nothing_drops_the_group() -> None:

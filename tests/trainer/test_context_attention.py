@@ -6,7 +6,6 @@ ranks is part of tests/trainer/test_layouts.py.
 
 import importlib
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -131,29 +130,3 @@ def test_nothing_is_cast() -> None:
     positions_BL = packed_positions([[20, 44]])
     for dtype in (torch.float32, torch.bfloat16):
         assert in_parts(inputs_of(positions_BL, dtype=dtype), positions_BL, 2).dtype == dtype
-
-
-@pytest.mark.parametrize(
-    ("part", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "first"),
-    [
-        # Sequences of 6, 9 and 1 tokens: all of the first, and two tokens of the second.
-        ((0, 8), [0, 6, 8], [0, 6, 8], 6, 6, 0),
-        # The last 7 of the second with all of its 9 keys; and the third, which begins here.
-        ((8, 16), [0, 7, 8], [0, 9, 10], 7, 9, 6),
-        # From the middle to the middle of one sequence.
-        ((8, 12), [0, 4], [0, 6], 4, 6, 6),
-    ],
-)
-def test_offsets_by_hand(
-    part: tuple[int, int], cu_seq_q: list[int], cu_seq_k: list[int], max_q: int, max_k: int, first: int
-) -> None:
-    found = part_metadata(packed_positions([[6, 9, 1]]).numpy(), start=part[0], stop=part[1], device="cpu")
-    assert found.cu_seq_q.dtype == found.cu_seq_k.dtype == torch.int32
-    assert found.cu_seq_q.tolist() == cu_seq_q
-    assert found.cu_seq_k.tolist() == cu_seq_k
-    assert (found.max_q, found.max_k, found.key_starts_B, found.key_stop) == (max_q, max_k, (first,), part[1])
-
-
-def test_a_row_must_begin_with_a_sequence() -> None:
-    with pytest.raises(AssertionError, match="begins with a sequence"):
-        part_metadata(np.arange(1, 9)[None], start=0, stop=4, device="cpu")

@@ -74,17 +74,6 @@ def test_records_lie_where_their_tokens_do() -> None:
     assert pack_row([make_sequence([1], [2])]).expert_ids_LMK is None
 
 
-def test_records_of_two_models_are_a_bug() -> None:
-    shapes = [(2, 2, 3), (2, 1, 3)]
-    with pytest.raises(AssertionError, match="records of one model"):
-        pack_row(
-            [
-                dataclasses.replace(make_sequence([1], [2]), expert_ids_SMK=np.zeros(shape, np.int16))
-                for shape in shapes
-            ]
-        )
-
-
 def test_a_row_is_as_long_as_it_must_be() -> None:
     full = make_sequence([1] * (ROW_ALIGNMENT - 4), [2] * 4)
     assert len(pack_row([full]).token_ids_L) == ROW_ALIGNMENT

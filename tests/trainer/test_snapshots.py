@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -54,61 +55,50 @@ class CutMemory:
             raise Killed
 
 
-def write(memory: CutMemory, version: int, layout: SnapshotLayout) -> None:
+def write(memory: CutMemory, version: int) -> None:
     invalidate(memory)  # type: ignore[arg-type]
-    body = bytes([version % 251 + 1]) * (layout.num_bytes - HEADER_BYTES)
-    memory[HEADER_BYTES : layout.num_bytes] = body
-    finish(memory, version=version, digest=layout.digest)  # type: ignore[arg-type]
+    body = bytes([version % 251 + 1]) * (LAYOUT.num_bytes - HEADER_BYTES)
+    memory[HEADER_BYTES : LAYOUT.num_bytes] = body
+    finish(memory, version=version, digest=LAYOUT.digest)  # type: ignore[arg-type]
 
 
-def test_places_do_not_overlap_and_are_aligned() -> None:
-    ends = [part.offset + part.num_bytes for part in LAYOUT.parts]
-    assert [part.num_bytes for part in LAYOUT.parts] == [60, 4, 7]
-    assert [part.offset for part in LAYOUT.parts] == [HEADER_BYTES, HEADER_BYTES + 64, HEADER_BYTES + 128]
-    assert ends[-1] <= LAYOUT.num_bytes == HEADER_BYTES + 192
+def written(version: int) -> bytearray:
+    memory = bytearray(LAYOUT.num_bytes)
+    write(CutMemory(memory, 10**6), version)
+    return memory
+
+
+def read(memory: bytearray, layout: SnapshotLayout = LAYOUT) -> int | None:
+    return read_version(memoryview(memory), digest=layout.digest)
 
 
 @pytest.mark.parametrize("before", [None, 3])
 def test_a_writer_killed_at_any_byte_leaves_no_snapshot_and_no_other_one(before: int | None) -> None:
     for num_bytes in range(8 + 192 + 64):
-        memory = bytearray(LAYOUT.num_bytes)
-        if before is not None:
-            write(CutMemory(memory, 10**6), before, LAYOUT)
+        memory = bytearray(LAYOUT.num_bytes) if before is None else written(before)
         try:
-            write(CutMemory(memory, num_bytes), 5, LAYOUT)
+            write(CutMemory(memory, num_bytes), 5)
         except Killed:
-            found = read_version(memoryview(memory), digest=LAYOUT.digest)
+            found = read(memory)
             assert found is None or (found == before and num_bytes == 0), num_bytes
         else:
-            assert read_version(memoryview(memory), digest=LAYOUT.digest) == 5
+            assert read(memory) == 5
     assert num_bytes > 8 + 192 + 56, "the last ones are not cut"
 
 
 @given(place=st.integers(0, LAYOUT.num_bytes - 1), change=st.integers(1, 255))
 def test_a_changed_byte_is_found(place: int, change: int) -> None:
-    memory = bytearray(LAYOUT.num_bytes)
-    write(CutMemory(memory, 10**6), 4, LAYOUT)
+    memory = written(4)
     memory[place] ^= change
-    found = read_version(memoryview(memory), digest=LAYOUT.digest)
     # What lies between the header's fields and the first tensor means nothing.
-    assert found == (4 if 56 <= place < HEADER_BYTES else None)
+    assert read(memory) == (4 if 56 <= place < HEADER_BYTES else None)
 
 
 def test_a_snapshot_of_another_layout_is_none() -> None:
-    memory = bytearray(LAYOUT.num_bytes)
-    write(CutMemory(memory, 10**6), 4, LAYOUT)
-    renamed = [dataclasses.replace(LAYOUT.parts[0], name="other"), *LAYOUT.parts[1:]]
-    other = dataclasses.replace(LAYOUT, parts=tuple(renamed))
-    assert read_version(memoryview(memory), digest=other.digest) is None
-    longer = bytearray(memory) + bytes(64)
-    assert read_version(memoryview(longer), digest=LAYOUT.digest) is None
-
-
-def test_the_newest_that_all_have() -> None:
-    assert newest_common([{4, 3}, {3, 2}], at_most=9) == 3
-    assert newest_common([{4, 3}, {4, 3}], at_most=3) == 3
-    assert newest_common([{4, 3}, {2}], at_most=9) is None
-    assert newest_common([set()], at_most=9) is None
+    renamed = dataclasses.replace(LAYOUT.parts[0], name="other")
+    other = dataclasses.replace(LAYOUT, parts=(renamed, *LAYOUT.parts[1:]))
+    assert read(written(4), other) is None
+    assert read(written(4) + bytes(64)) is None
 
 
 NUM_RANKS = 3
@@ -208,30 +198,33 @@ TestRestarts = Restarts.TestCase
 TestRestarts.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def _write_and_read(folder: Path) -> list[object]:
-    """Two ranks write versions 1 to 3, and what another life of theirs finds."""
-    import torch.distributed as dist
+def _write_and_read(folder: Path) -> None:
+    """Two ranks write versions 1 to 3, and another life of theirs finds the last two."""
+    rank = dist.get_rank()
 
     def state(version: int) -> dict[str, torch.Tensor]:
-        weight = torch.full((4,), 100.0 * version + dist.get_rank())
-        return {"weight": weight, "version": torch.tensor(version)}
+        """Tensors of which none ends where the next may begin."""
+        return {
+            "step": torch.tensor(version),
+            "rng": torch.full((7,), version, dtype=torch.uint8),
+            "weight": torch.full((3, 5), 100.0 * version + rank),
+        }
 
     snapshots = Snapshots(folder, state(0), every_steps=1)
-    found: list[object] = [snapshots.restore(state(0), at_most=9), snapshots.newest]
+    assert snapshots.restore(state(0), at_most=9) is None and snapshots.newest is None
     for version in (1, 2, 3):
         snapshots.begin_if_due(version, state(version))
         assert snapshots.until_written() >= 0.0
-    found.append(snapshots.newest)
-    for at_most in (9, 2, 1):
-        other, filled = Snapshots(folder, state(0), every_steps=1), state(0)
-        found += [other.restore(filled, at_most=at_most), filled["weight"].tolist(), int(filled["version"])]
-    assert snapshot_bytes(state(0)) == 2 * (HEADER_BYTES + 128)
-    return found
+    assert snapshots.newest == 3
+    # The one before is whole too; older ones are not there, and the state stays as it is.
+    for at_most, newest in ((9, 3), (2, 2), (1, None)):
+        filled = state(0)
+        assert Snapshots(folder, state(0), every_steps=1).restore(filled, at_most=at_most) == newest
+        for name, expected in state(newest or 0).items():
+            assert torch.equal(filled[name], expected), name
+    files = [file.stat().st_size for file in folder.glob(f"snapshot-{rank}-*")]
+    assert snapshot_bytes(state(0)) == sum(files) == 2 * (HEADER_BYTES + 3 * 64)
 
 
 def test_another_process_finds_what_was_written(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(2, _write_and_read, tmp_path)):
-        assert found[:3] == [None, None, 3]
-        assert found[3:6] == [3, [300.0 + rank] * 4, 3]
-        assert found[6:9] == [2, [200.0 + rank] * 4, 2], "the one before is whole too"
-        assert found[9:] == [None, [float(rank)] * 4, 0], "older ones are not: the state stays as it is"
+    run_ranks(2, _write_and_read, tmp_path)
