@@ -3,9 +3,8 @@
 import dataclasses
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from pydantic import Field
@@ -23,78 +22,8 @@ from forgeasync.algorithms import (
     TeacherTokens,
     TokenMean,
 )
+from tests.algorithms.rows import Exact, exact, random_row
 from tests.support.tokens import K3, make_tokens, section
-
-
-class Tokens:
-    """Two rows of random sequences, some tokens masked out (and nan there), in plain numbers."""
-
-    def __init__(self, seed: int, *, is_weighted: bool = False) -> None:
-        """Sequences count once each, or else differently often."""
-        rng = np.random.default_rng(seed)
-        self.rows: list[dict[str, np.ndarray]] = []
-        for lengths in ([3, 5, 1], [4, 2]):
-            ids = np.repeat(np.arange(len(lengths)), lengths)
-            num = len(ids)
-            mask = rng.random(num) < 0.8
-            mask[ids == 1] = True
-            logprobs = rng.uniform(-3, -0.1, num)
-            row = {
-                "logprobs": logprobs,
-                "behavior": logprobs - rng.normal(0, 0.4, num),
-                "ref": logprobs - rng.normal(0, 0.4, num),
-                "advantages": rng.normal(0, 1, len(lengths))[ids],
-                "ages": rng.integers(0, 5, num),
-                "mask": mask,
-                "ids": ids,
-                "weights": np.asarray([1.0, 2.5, 7.0])[ids] if is_weighted else np.ones(num),
-            }
-            for name in ("behavior", "ref"):
-                row[name][~mask] = np.nan
-            self.rows.append(row)
-
-    def tensors(self, row: int, dtype: torch.dtype = torch.float32) -> RowTokens:
-        values = self.rows[row]
-
-        def tensor(name: str) -> torch.Tensor:
-            return torch.from_numpy(values[name]).to(dtype)
-
-        return RowTokens(
-            logprobs_T=tensor("logprobs").requires_grad_(),
-            behavior_logprobs_T=tensor("behavior"),
-            advantages_T=tensor("advantages"),
-            mask_T=torch.from_numpy(values["mask"]),
-            sequence_ids_T=torch.from_numpy(values["ids"]),
-            ages_T=torch.from_numpy(values["ages"]),
-            sample_weights_T=tensor("weights"),
-            ref_logprobs_T=tensor("ref"),
-        )
-
-
-def hand_made(x: Sequence[np.ndarray], tokens: Tokens, case: str) -> float:
-    """The loss of both rows; ``x`` is where gradients flow through."""
-    means: list[float] = []
-    weights: list[float] = []
-    for row, x_row in zip(tokens.rows, x, strict=True):
-        for sequence in np.unique(row["ids"]):
-            losses = []
-            trained = [t for t in range(len(x_row)) if row["ids"][t] == sequence and row["mask"][t]]
-            for t in trained:
-                ratio = math.exp(row["logprobs"][t] - row["behavior"][t])
-                if case == "loss":
-                    log = row["ref"][t] - x_row[t]
-                    weight = min(ratio, 1.1) * 0.5 ** (row["ages"][t] / 2.0)
-                    losses.append(-row["advantages"][t] * x_row[t] * weight + 0.3 * (math.exp(log) - 1 - log))
-                else:
-                    to_go = sum(row["logprobs"][u] - row["ref"][u] for u in trained if u >= t)
-                    weight = ratio if 0.7 <= ratio <= 1.4 else 0.0
-                    losses.append(-(row["advantages"][t] - 0.3 * to_go) * x_row[t] * weight)
-            if losses:
-                means.append(sum(losses) / len(losses))
-                weights.append(row["weights"][trained[0]])
-    assert len(set(weights)) > 1
-    return float(np.average(means, weights=weights))
-
 
 COMPOSED = {
     "loss": section(
@@ -112,27 +41,37 @@ COMPOSED = {
 }
 
 
+def by_hand(e: Exact, case: str) -> torch.Tensor:
+    """Losses of tokens."""
+    ratios = e.ratios().detach()
+    if case == "loss":
+        log = e.ref - e.x
+        weights = ratios.clamp(max=1.1) * 0.5 ** (e.ages / 2.0)
+        return -e.a * e.x * weights + 0.3 * (log.exp() - 1 - log)
+    to_go = (e.own.triu() @ (e.x - e.ref)).detach()
+    weights = ratios.where((ratios >= 0.7) & (ratios <= 1.4), 0.0)
+    return -(e.a - 0.3 * to_go) * e.x * weights
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", COMPOSED)
 def test_a_composed_loss_and_its_gradient(case: str, seed: int) -> None:
-    tokens = Tokens(seed, is_weighted=True)
-    loss = COMPOSED[case]
-    rows = [tokens.tensors(index) for index in range(2)]
+    """Of a batch of two rows."""
+    loss, rows = COMPOSED[case], [random_row(seed, is_weighted=True), random_row(seed + 10, is_weighted=True)]
     total = sum(loss.count(row.mask_T, row.sequence_ids_T, row.sample_weights_T) for row in rows)
     results = [loss(row, total=total) for row in rows]
-    x = [row["logprobs"] for row in tokens.rows]
+    exacts = [exact(row) for row in rows]
+    # Every sequence counts by its weight, and its tokens are its mean.
+    shares = [e.weights / e.own.sum(1) for e in exacts]
+    sums = [(share * by_hand(e, case)).sum() for share, e in zip(shares, exacts, strict=True)]
+    expected = sum(sums) / sum(share.sum() for share in shares)
     found = sum(float(result.loss.detach()) for result in results)
-    assert found == pytest.approx(hand_made(x, tokens, case), rel=1e-5, abs=1e-6)
-    step = 1e-6
-    for index, (row, result) in enumerate(zip(rows, results, strict=True)):
-        result.loss.backward()
-        assert row.logprobs_T.grad is not None and torch.isfinite(row.logprobs_T.grad).all()
-        for t in range(len(x[index])):
-            up, down = [values.copy() for values in x], [values.copy() for values in x]
-            up[index][t] += step
-            down[index][t] -= step
-            slope = (hand_made(up, tokens, case) - hand_made(down, tokens, case)) / (2 * step)
-            assert float(row.logprobs_T.grad[t]) == pytest.approx(slope, rel=1e-3, abs=1e-4), (index, t)
+    assert found == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
+    expected.backward()
+    for row, result, e in zip(rows, results, exacts, strict=True):
+        (gradient,) = torch.autograd.grad(result.loss, row.logprobs_T)
+        torch.testing.assert_close(gradient[row.mask_T].double(), e.x.grad, rtol=1e-3, atol=1e-5)
+        assert not gradient[~row.mask_T].any()
     assert results[0].weights_T is not None and not results[0].weights_T.requires_grad
     name = "kl/k3" if case == "loss" else "kl/k1"
     assert set(results[0].sums) >= {name, f"correction/{'truncated' if case == 'loss' else 'masked'}_share"}
@@ -171,7 +110,7 @@ class OwnAggregation(TokenMean):
 
 @pytest.mark.parametrize("factory", ["own_objective", "OwnObjective"])
 def test_an_objective_of_ones_own(factory: str) -> None:
-    row = Tokens(0).tensors(0)
+    row = random_row(0)
     keys = {"kind": "python", "factory": f"tests.algorithms.test_loss.{factory}", "options": {"scale": 3.0}}
     loss = section(objective=keys)
     expected = torch.where(row.mask_T, 3.0 * row.logprobs_T, 0.0).sum() / 4.0
@@ -181,7 +120,7 @@ def test_an_objective_of_ones_own(factory: str) -> None:
 
 
 def test_an_estimator_and_an_aggregation_of_ones_own() -> None:
-    row = Tokens(0).tensors(0)
+    row = random_row(0)
     estimator = {"kind": "python", "factory": "tests.algorithms.test_loss.own_estimator"}
     loss = section(
         objective={"kind": "reinforce"},
@@ -200,33 +139,31 @@ def test_an_estimator_and_an_aggregation_of_ones_own() -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased_k3"])
 @pytest.mark.parametrize("where", list(KlPlace))
 def test_a_penalty_is_the_estimate_of_its_name(estimator: str, where: KlPlace) -> None:
-    row = Tokens(2).tensors(0)
+    row = random_row(2)
     penalty = {"estimator": estimator, "coefficient": 0.5, "where": where.value}
     loss = section(objective={"kind": "reinforce"}, kl=penalty)
     assert loss.needs_reference and not section().needs_reference
-    mask_T, ids_T = row.mask_T, row.sequence_ids_T
-    current_T, ref_T = row.logprobs_T.detach()[mask_T], row.ref_logprobs_T[mask_T]
-    match estimator:
-        case "k1":
-            kl_T = current_T - ref_T
-        case "k2":
-            kl_T = (current_T - ref_T) ** 2 / 2
-        case "k3" | "unbiased_k3":
-            kl_T = (ref_T - current_T).exp() - 1 - (ref_T - current_T)
-    if estimator == "unbiased_k3":
-        kl_T = kl_T * (current_T - row.behavior_logprobs_T[mask_T]).exp()
-    advantages_T = row.advantages_T[mask_T]
-    if where is KlPlace.REWARD:
-        later_TT = (ids_T[mask_T][:, None] == ids_T[mask_T]) & torch.ones(len(kl_T), len(kl_T)).triu().bool()
-        advantages_T = advantages_T - 0.5 * (later_TT * kl_T).sum(1)
-    losses_T = -advantages_T * current_T + (0.5 * kl_T if where is KlPlace.LOSS else 0.0)
+    e = exact(row)
+    kl = {
+        "k1": e.x - e.ref,
+        "k2": (e.x - e.ref) ** 2 / 2,
+        "k3": (e.ref - e.x).exp() - 1 - (e.ref - e.x),
+        "unbiased_k3": e.ratios() * ((e.ref - e.x).exp() - 1 - (e.ref - e.x)),
+    }[estimator]
+    if where is KlPlace.LOSS:
+        losses = -e.a * e.x + 0.5 * kl
+    else:
+        losses = -(e.a - 0.5 * (e.own.triu() @ kl).detach()) * e.x
     result = loss(row, total=4.0)
-    torch.testing.assert_close(result.loss.detach(), losses_T.sum() / 4.0)
-    torch.testing.assert_close(result.sums[f"kl/{estimator}"], kl_T.sum())
+    assert float(result.loss) == pytest.approx(float(losses.sum()) / 4.0, rel=1e-5)
+    assert float(result.sums[f"kl/{estimator}"]) == pytest.approx(float(kl.sum()), rel=1e-5)
+    (found,) = torch.autograd.grad(result.loss, row.logprobs_T)
+    (gradient,) = torch.autograd.grad(losses.sum() / 4.0, e.x)
+    torch.testing.assert_close(found[row.mask_T].double(), gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_supervised_is_the_negative_log_likelihood_of_all_tokens() -> None:
-    row = Tokens(0).tensors(0)
+    row = random_row(0)
     loss = Loss(objective=Supervised())
     assert not loss.needs_reference
     total = loss.count(row.mask_T, row.sequence_ids_T, row.sample_weights_T)
@@ -236,7 +173,7 @@ def test_supervised_is_the_negative_log_likelihood_of_all_tokens() -> None:
 
 def test_decoupled_ppo_around_the_current_policy() -> None:
     """Its gradient is that of -A * logprob, weighted by current / behavior, 0 above the cap."""
-    row = Tokens(0).tensors(0)
+    row = dataclasses.replace(random_row(0), proximal_logprobs_T=None)
     loss = section(objective={"kind": "decoupled_ppo", "clip": 0.2, "behavior_cap": 1.2})
     loss(row, total=1.0).loss.backward()
     ratio_T = (row.logprobs_T.detach() - row.behavior_logprobs_T).exp()
