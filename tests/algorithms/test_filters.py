@@ -231,10 +231,7 @@ def test_filters_are_checked_against_the_run() -> None:
         ]
     )
     refusals = check_filters(sections, field="algorithm.filters", group_size=8, max_response_tokens=128)
-    assert [key for key, *_ in refusals] == [
-        "algorithm.filters.1.max_length",
-        "algorithm.filters.3.num_kept",
-    ]
+    assert [key for key, *_ in refusals] == ["algorithm.filters.1.max_length", "algorithm.filters.3.num_kept"]
 
 
 def test_the_watch_speaks_up_with_its_arithmetic() -> None:

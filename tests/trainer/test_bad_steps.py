@@ -196,11 +196,7 @@ def a_spike_on_one_rank_is_skipped_on_all_and_judged_by_norms_that_go_on_with_th
     trainer.finish_checkpoint()
     # Rank 0 gives the checkpoint its name after the other rank has ended its part.
     dist.barrier()
-    for changes, expected in (
-        (section, norms),
-        (section | {"spike_window": WINDOW + 1}, []),
-        ({}, []),
-    ):
+    for changes, expected in ((section, norms), (section | {"spike_window": WINDOW + 1}, []), ({}, [])):
         other = world.trainer(snapshots=False, **changes)
         other.resume(folder)
         assert other.policy_version == 6 and remembered(other) == expected

@@ -116,17 +116,6 @@ def test_where_one_token_is_kept_value_gradient_and_entropy_are_exactly_zero(
 
 
 @COSTS
-def test_entropies_of_equal_logits_and_of_all_ids_by_hand(cost: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs_module, "GATHER_COST", cost)
-    weight_VD = torch.randn(33, 8)
-    uniform = predictions_of(torch.zeros(2, 8), weight_VD, [[], [3, 1, 4, 9]]).entropies_T
-    assert uniform.tolist() == pytest.approx([math.log(33), math.log(4)], rel=1e-6)
-    hidden_TD = torch.randn(4, 8)
-    listed, whole = (predictions_of(hidden_TD, weight_VD, kept) for kept in ([[*range(33)]] * 4, [[]] * 4))
-    torch.testing.assert_close(listed[:2], whole[:2], atol=1e-6, rtol=1e-6)
-
-
-@COSTS
 def test_a_token_outside_of_its_set_is_impossible(cost: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs_module, "GATHER_COST", cost)
     sets = (torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1]))

@@ -14,14 +14,7 @@ from transformers import AutoModelForCausalLM
 from forgeasync.algorithms import Loss
 from forgeasync.config import OptimizerSection, ParallelSection
 from forgeasync.models import read_model_facts
-from forgeasync.trainer import (
-    PackedRow,
-    PolicyTrainer,
-    StepSums,
-    TrainingSequence,
-    pack_row,
-    pack_rows,
-)
+from forgeasync.trainer import PackedRow, PolicyTrainer, StepSums, TrainingSequence, pack_row, pack_rows
 from tests.support.lora import LORA, adapters, reference_logprobs
 from tests.support.processes import run_ranks
 from tests.support.tokens import K3, section

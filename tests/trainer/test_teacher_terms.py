@@ -66,11 +66,7 @@ TERMS = {
         terms=[
             SAMPLED,
             {"kind": "topk_kl", "divergence": "jsd", "top_k": 2, "weight": 0.3, "tail": False},
-            {
-                "kind": "cross_entropy",
-                "weight": 0.2,
-                "aggregation": {"kind": "sequence_mean_of_token_mean"},
-            },
+            {"kind": "cross_entropy", "weight": 0.2, "aggregation": {"kind": "sequence_mean_of_token_mean"}},
         ],
     ),
 }
