@@ -72,13 +72,10 @@ def test_a_composed_loss_and_its_gradient(case: str, seed: int) -> None:
         torch.testing.assert_close(gradient[row.mask_T].double(), e.x.grad, rtol=1e-3, atol=1e-5)
         assert not gradient[~row.mask_T].any()
     assert results[0].weights_T is not None and not results[0].weights_T.requires_grad
-    names = (
-        ("kl/k3", "correction/truncated_share") if case == "loss" else ("kl/k1", "correction/masked_share")
-    )
-    assert set(results[0].sums) >= {*names}
-    assert float(results[0].sums[names[0]]) == pytest.approx(
-        float(by_hand(exacts[0], case)[1].sum()), rel=1e-5
-    )
+    estimate, share = ("k3", "truncated") if case == "loss" else ("k1", "masked")
+    assert f"correction/{share}_share" in results[0].sums
+    _, kl = by_hand(exacts[0], case)
+    assert float(results[0].sums[f"kl/{estimate}"]) == pytest.approx(float(kl.sum()), rel=1e-5)
     assert loss.needs_reference and not section().needs_reference
 
 
@@ -228,7 +225,6 @@ def test_in_a_row_without_sample_weights_each_sequence_counts_once(
     )
     assert row.sample_weights_T.dtype == torch.float32
     assert row.sample_weights_T.tolist() == [1.0] * 1000
-    assert not row.sample_weights_T.requires_grad
     loss = section(objective={"kind": "reinforce"}, aggregation=aggregation)
     total = loss.count(row.mask_T, row.sequence_ids_T, row.sample_weights_T)
     assert float(total) == count
@@ -240,8 +236,6 @@ def test_in_a_row_without_sample_weights_each_sequence_counts_once(
     torch.testing.assert_close(
         gradient_T.double(), -advantages_T.double() / divisor / count, rtol=0.01, atol=0.0
     )
-    again = dataclasses.replace(row, sample_weights_T=torch.full((1000,), 2.0))
-    assert again.sample_weights_T.tolist() == [2.0] * 1000
 
 
 def test_what_a_teacher_says_of_a_token_is_asked_for_unless_it_is_said_otherwise() -> None:
