@@ -33,38 +33,29 @@ class Killed(Exception):
     """The process that writes has ended."""
 
 
-class CutMemory:
+class CutMemory(bytearray):
     """A file's memory whose writer is killed after so many bytes; a write in the middle is cut short."""
 
-    def __init__(self, memory: bytearray, num_bytes_left: int) -> None:
-        self._memory = memory
-        self._num_bytes_left = num_bytes_left
-
-    def __len__(self) -> int:
-        return len(self._memory)
-
-    def __getitem__(self, place: slice) -> memoryview:
-        return memoryview(self._memory)[place]
+    num_bytes_left = 10**6
 
     def __setitem__(self, place: slice, value: bytes) -> None:
         start = place.start or 0
-        fits = value[: self._num_bytes_left]
-        self._memory[start : start + len(fits)] = fits
-        self._num_bytes_left -= len(fits)
+        fits = value[: self.num_bytes_left]
+        super().__setitem__(slice(start, start + len(fits)), fits)
+        self.num_bytes_left -= len(fits)
         if len(fits) < len(value):
             raise Killed
 
 
 def write(memory: CutMemory, version: int) -> None:
     invalidate(memory)  # type: ignore[arg-type]
-    body = bytes([version % 251 + 1]) * (LAYOUT.num_bytes - HEADER_BYTES)
-    memory[HEADER_BYTES : LAYOUT.num_bytes] = body
+    memory[HEADER_BYTES:] = bytes([version % 251 + 1]) * (LAYOUT.num_bytes - HEADER_BYTES)
     finish(memory, version=version, digest=LAYOUT.digest)  # type: ignore[arg-type]
 
 
-def written(version: int) -> bytearray:
-    memory = bytearray(LAYOUT.num_bytes)
-    write(CutMemory(memory, 10**6), version)
+def written(version: int) -> CutMemory:
+    memory = CutMemory(LAYOUT.num_bytes)
+    write(memory, version)
     return memory
 
 
@@ -75,9 +66,10 @@ def read(memory: bytearray, layout: SnapshotLayout = LAYOUT) -> int | None:
 @pytest.mark.parametrize("before", [None, 3])
 def test_a_writer_killed_at_any_byte_leaves_no_snapshot_and_no_other_one(before: int | None) -> None:
     for num_bytes in range(8 + 192 + 64):
-        memory = bytearray(LAYOUT.num_bytes) if before is None else written(before)
+        memory = CutMemory(LAYOUT.num_bytes) if before is None else written(before)
+        memory.num_bytes_left = num_bytes
         try:
-            write(CutMemory(memory, num_bytes), 5)
+            write(memory, 5)
         except Killed:
             found = read(memory)
             assert found is None or (found == before and num_bytes == 0), num_bytes
@@ -88,7 +80,7 @@ def test_a_writer_killed_at_any_byte_leaves_no_snapshot_and_no_other_one(before:
 
 @given(place=st.integers(0, LAYOUT.num_bytes - 1), change=st.integers(1, 255))
 def test_a_changed_byte_is_found(place: int, change: int) -> None:
-    memory = written(4)
+    memory = bytearray(written(4))
     memory[place] ^= change
     # What lies between the header's fields and the first tensor means nothing.
     assert read(memory) == (4 if 56 <= place < HEADER_BYTES else None)
