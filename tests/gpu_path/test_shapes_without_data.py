@@ -5,7 +5,7 @@ memory against the plan. Values are not, nor are other ranks. Two layers stand f
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +68,13 @@ TENSOR_PARALLEL = {"30b-32768-tp2-cp2", "235b", "32b", "32b-tp8"}
 """Tensors inside of DTensors are not seen by what counts memory."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    config: RunConfig
+    facts: ModelFacts
+    seen: Seen
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_device(tmp_path_factory.mktemp("device"))
@@ -76,7 +83,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 _seen: dict[str, Seen] = {}
 
 
-def _look(name: str, library: Path) -> tuple[RunConfig, ModelFacts, Seen]:
+def _look(name: str, library: Path) -> Outcome:
     if name not in _seen:
         others = {other: case for other, case in CASES.items() if other != REPRESENTATIVE}
         _seen.update(look_at({name: CASES[name]} if name == REPRESENTATIVE else others, library))
@@ -85,7 +92,7 @@ def _look(name: str, library: Path) -> tuple[RunConfig, ModelFacts, Seen]:
     facts = read_model_facts(config.model.path) if case.facts is None else QWEN3_32B
     num_dense = NUM_LAYERS if facts.num_experts == 0 else 0
     facts = replace(facts, num_layers=NUM_LAYERS, num_dense_layers=num_dense)
-    return config, facts, _seen[name]
+    return Outcome(config=config, facts=facts, seen=_seen[name])
 
 
 def _marked(names: Iterable[str]) -> list[object]:
@@ -98,7 +105,8 @@ def _marked(names: Iterable[str]) -> list[object]:
 @pytest.mark.procs
 @pytest.mark.parametrize("name", _marked(CASES))
 def test_a_row_at_real_sizes(name: str, library: Path) -> None:
-    config, facts, seen = _look(name, library)
+    outcome = _look(name, library)
+    config, facts, seen = outcome.config, outcome.facts, outcome.seen
     parallel, length = config.trainer.parallel, config.trainer.tokens_per_row
     part = length // parallel.context
     assert seen.devices == ["cuda:0"]
@@ -128,10 +136,18 @@ def test_a_row_at_real_sizes(name: str, library: Path) -> None:
         return
     tokens = part // (parallel.tensor if parallel.sequence else 1) * facts.top_k
     experts, inner = facts.num_experts // parallel.expert, facts.expert_hidden_size
-    sizes = ((facts.hidden_size, inner), (facts.hidden_size, inner), (inner, facts.hidden_size))
-    assert seen.products[:3] == [
-        [["torch.bfloat16", [tokens, before]], ["torch.bfloat16", [experts, before, after]]]
-        for before, after in sizes
+    gate, up, down = (product for product in seen.products[:3])
+    assert (
+        gate
+        == up
+        == [
+            ["torch.bfloat16", [tokens, facts.hidden_size]],
+            ["torch.bfloat16", [experts, facts.hidden_size, inner]],
+        ]
+    )
+    assert down == [
+        ["torch.bfloat16", [tokens, inner]],
+        ["torch.bfloat16", [experts, inner, facts.hidden_size]],
     ]
 
 
@@ -143,7 +159,8 @@ def test_memory_is_what_is_planned(name: str, library: Path) -> None:
     Its shards of gradients may be there at the fullest moment already. A torch built without CUDA
     composes norms of float32 tensors and keeps two: these come on top here.
     """
-    config, facts, seen = _look(name, library)
+    outcome = _look(name, library)
+    config, facts = outcome.config, outcome.facts
     moments = step_moments(config, facts, count_parameters(facts), Machine.GPU)
     parallel = config.trainer.parallel
     tokens = config.trainer.tokens_per_row // parallel.context
@@ -158,5 +175,5 @@ def test_memory_is_what_is_planned(name: str, library: Path) -> None:
     kept = moments[0].activations + moments[0].gathered_weights + last_norm
     peak = max(total(moment) for moment in moments if moment.name != "optimizer step")
     gradients = trainer_parameters_per_rank(config, count_parameters(facts)) * FLOAT32_BYTES
-    assert 0.75 * kept < seen.kept_bytes < 1.1 * kept
-    assert 0.75 * peak < seen.peak_bytes < 1.1 * (peak + gradients)
+    assert 0.75 * kept < outcome.seen.kept_bytes < 1.1 * kept
+    assert 0.75 * peak < outcome.seen.peak_bytes < 1.1 * (peak + gradients)

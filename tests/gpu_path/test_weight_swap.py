@@ -1,6 +1,7 @@
 """New weights in engines of the form that they have on GPUs: the route chosen, and where it ends."""
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,23 @@ from tests.support.weight_service import FolderPublisher
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=6)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    """Engines of one host, by engine, after three versions."""
+
+    routes: list[str]
+    parameters: list[list[dict[str, torch.Tensor]]]
+    has_moved: bool
+    """Whether a parameter changed its address."""
+    running: list[Rollout]
+    """Sampled while versions came."""
+    after: list[Rollout]
+
+
 async def update(
     folder: Path, other: Path, out: Path, shadow: ShadowMemory, num_engines: int, reload: bool
-) -> tuple[list[Rollout], list[Rollout]]:
-    """Take versions 1 to 3 into engines that share their host's memory; the last one is ``other``.
-
-    Returns rollouts sampled while versions came, and by every engine after them.
-    """
+) -> Updated:
+    """Take versions 1 to 3 into engines that share their host's memory; the last one is ``other``."""
     import vllm._custom_ops as ops
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
@@ -66,20 +77,16 @@ async def update(
         assert all(report.is_complete for report in reports), reports
         await asyncio.gather(*(receiver.stage() for receiver in receivers))
         await asyncio.gather(*(receiver.finish() for receiver in receivers))
-    sampled_meanwhile = await running
-    for receiver in receivers:
-        route = str(receiver.route)
-        assert route.startswith("weights are loaded by" if reload else "weights are copied into"), route
-    for engine, before in zip(engines, addresses, strict=True):
-        # Bit for bit what the CPU build's engines hold after the same versions (tests/generator).
-        assert_engine_holds(await _ask(engine, _parameters), load_file(other / "model.safetensors"))
-        assert await _ask(engine, _addresses) == before, (
-            "captured CUDA graphs read parameters where they were"
-        )
-    after = [rollout for number in range(num_engines) for rollout in await sample(number)]
+    updated = Updated(
+        routes=[str(receiver.route) for receiver in receivers],
+        parameters=[await _ask(engine, _parameters) for engine in engines],
+        has_moved=addresses != [await _ask(engine, _addresses) for engine in engines],
+        running=await running,
+        after=[rollout for number in range(num_engines) for rollout in await sample(number)],
+    )
     for engine in engines:
         engine.shutdown()
-    return sampled_meanwhile, after
+    return updated
 
 
 async def _ask(engine: object, question: object) -> list[object]:
@@ -117,17 +124,24 @@ def test_engines_sample_under_what_was_published(
     folders: tuple[Path, Path], tmp_path: Path, shadow: ShadowMemory, num_engines: int, reload: bool
 ) -> None:
     folder, other = folders
-    running, after = run_on_gpu_runner(update, folder, other, tmp_path, shadow, num_engines, reload)
+    updated = run_on_gpu_runner(update, folder, other, tmp_path, shadow, num_engines, reload)
+    for route in updated.routes:
+        assert route.startswith("weights are loaded by" if reload else "weights are copied into"), route
+    assert len(updated.parameters) == num_engines
+    for workers in updated.parameters:
+        # Bit for bit what the CPU build's engines hold after the same versions (tests/generator).
+        assert_engine_holds(workers, load_file(other / "model.safetensors"))
+    assert not updated.has_moved, "captured CUDA graphs read the parameters where they were"
     models = {
         version: AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32)
         for version, one in enumerate((folder, other, folder, other))
     }
-    for rollout in after:
+    for rollout in updated.after:
         assert [span.version for span in rollout.version_spans] == [3]
         exact = expected(models, rollout, recomputed=True)
         assert_logprobs(rollout, exact, SAMPLING)
         assert_routing(rollout, exact)
-    assert any(len(rollout.version_spans) > 1 for rollout in running), "no sequence ran meanwhile"
+    assert any(len(rollout.version_spans) > 1 for rollout in updated.running), "no sequence ran meanwhile"
 
 
 @pytest.mark.engine

@@ -26,7 +26,7 @@ from tests.support.trainers import make_sequences
 # The first test of a launch waits for all of its cases.
 pytestmark = pytest.mark.timeout(900)
 
-NONE, SELECTIVE, FULL = ActivationCheckpointing
+FULL, SELECTIVE = ActivationCheckpointing.FULL, ActivationCheckpointing.SELECTIVE
 BFLOAT16 = Dtype.BFLOAT16
 TOLERANCE = 1e-4
 LONG_ROW = 2048
@@ -37,8 +37,8 @@ MANY = replace(MOE, sequences="many")
 GPU_MOE, GPU_DENSE = (replace(case, gpu_attention=True) for case in (MOE, DENSE))
 
 
-def layout(case: Case = MOE, *, checkpointing: ActivationCheckpointing = NONE, **degrees: int | bool) -> Case:
-    return replace(case, checkpointing=checkpointing, parallel=ParallelSection(**degrees))
+def layout(case: Case = MOE, **degrees: int | bool) -> Case:
+    return replace(case, parallel=ParallelSection(**degrees))
 
 
 ALONE = {
@@ -58,25 +58,29 @@ ALONE = {
 MOE_LAYOUTS = {
     "fsdp2": layout(num_procs=2),
     "fsdp2-ep2": layout(num_procs=2, expert=2),
-    "fsdp2-ep2-full-ac": layout(checkpointing=FULL, num_procs=2, expert=2),
+    "fsdp2-ep2-full-ac": layout(replace(MOE, checkpointing=FULL), num_procs=2, expert=2),
     "fsdp2-ep2-offload": layout(replace(MOE, cpu_offload=True), num_procs=2, expert=2),
     "replicate2": layout(num_procs=2, data_replicate=2),
     "tp2": layout(num_procs=2, tensor=2, sequence=False),
     "tp2-sp-ep2": layout(num_procs=2, tensor=2, expert=2),
     "cp2": layout(num_procs=2, context=2),
     "cp2-varlen": layout(GPU_MOE, num_procs=2, context=2),
-    "cp2-ep2-full-ac-varlen": layout(GPU_MOE, checkpointing=FULL, num_procs=2, context=2, expert=2),
-    "cp2-ep2-selective-ac-varlen": layout(GPU_MOE, checkpointing=SELECTIVE, num_procs=2, context=2, expert=2),
+    "cp2-ep2-full-ac-varlen": layout(replace(GPU_MOE, checkpointing=FULL), num_procs=2, context=2, expert=2),
+    "cp2-ep2-selective-ac-varlen": layout(
+        replace(GPU_MOE, checkpointing=SELECTIVE), num_procs=2, context=2, expert=2
+    ),
     "cp2-compiled-varlen": layout(replace(GPU_MOE, compile=True), num_procs=2, context=2),
-    "cp2-ep2-full-ac": layout(checkpointing=FULL, num_procs=2, context=2, expert=2),
+    "cp2-ep2-full-ac": layout(replace(MOE, checkpointing=FULL), num_procs=2, context=2, expert=2),
     "fsdp4": layout(num_procs=4),
     "fsdp4-ep4": layout(num_procs=4, expert=4),
-    "fsdp4-ep2-selective-ac": layout(checkpointing=SELECTIVE, num_procs=4, expert=2),
+    "fsdp4-ep2-selective-ac": layout(replace(MOE, checkpointing=SELECTIVE), num_procs=4, expert=2),
     "hsdp2x2": layout(num_procs=4, data_replicate=2),
     "hsdp2x2-ep2": layout(num_procs=4, data_replicate=2, expert=2),
     "fsdp2-tp2": layout(num_procs=4, tensor=2, sequence=False),
     "fsdp2-tp2-sp-ep2": layout(num_procs=4, tensor=2, expert=2),
-    "fsdp2-tp2-sp-ep4-selective-ac": layout(checkpointing=SELECTIVE, num_procs=4, tensor=2, expert=4),
+    "fsdp2-tp2-sp-ep4-selective-ac": layout(
+        replace(MOE, checkpointing=SELECTIVE), num_procs=4, tensor=2, expert=4
+    ),
     "replicate2-tp2-sp-ep2": layout(num_procs=4, data_replicate=2, tensor=2, expert=2),
     "fsdp2-cp2-ep2": layout(num_procs=4, context=2, expert=2),
     "replicate2-cp2-ep2": layout(num_procs=4, data_replicate=2, context=2, expert=2),
@@ -96,7 +100,7 @@ DENSE_LAYOUTS = {
     "dense-cp2-varlen": layout(GPU_DENSE, num_procs=2, context=2),
     "dense-hsdp2x2": layout(DENSE, num_procs=4, data_replicate=2),
     "dense-fsdp2-tp2-sp": layout(DENSE, num_procs=4, tensor=2),
-    "dense-fsdp2-cp2-full-ac": layout(DENSE, checkpointing=FULL, num_procs=4, context=2),
+    "dense-fsdp2-cp2-full-ac": layout(replace(DENSE, checkpointing=FULL), num_procs=4, context=2),
     "dense-replicate2-tp2-sp": layout(DENSE, num_procs=4, data_replicate=2, tensor=2),
     "dense-cp2-tp2-sp": layout(DENSE, num_procs=4, context=2, tensor=2),
 }
@@ -200,23 +204,21 @@ def launch(inputs: Inputs, exported: Path) -> Launch:
     return outcomes
 
 
-Tensors = Mapping[str, torch.Tensor]
-
-
-def assert_same_gradients(found: Tensors, expected: Tensors) -> None:
-    """By the norm of the difference of every tensor."""
+def relative_errors(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> dict[str, float]:
+    """Norm of the difference by norm, of every tensor."""
     assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        error = float((found[name].double() - tensor.double()).norm() / tensor.double().norm())
-        assert error < TOLERANCE, (name, error)
+    return {
+        name: float((found[name].double() - tensor.double()).norm() / tensor.double().norm())
+        for name, tensor in expected.items()
+    }
 
 
-def assert_near(found: Outcome, exact: Outcome, *, rel: float = 3e-2) -> None:
-    """As near as bfloat16 computes; the cosine is that of all gradients as one vector."""
-    assert found.metrics["loss"] != exact.metrics["loss"]
-    assert found.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=rel)
-    vectors = [torch.cat([one.gradients[n].flatten() for n in exact.gradients]) for one in (found, exact)]
-    assert float(torch.cosine_similarity(*vectors, dim=0)) > 0.99
+def cosine(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """Of all tensors as one vector."""
+    vectors = [torch.cat([of_one[name].flatten() for name in expected]) for of_one in (found, expected)]
+    return float(torch.cosine_similarity(*vectors, dim=0))
 
 
 @pytest.mark.parametrize("name", marked([*MOE_LAYOUTS, *DENSE_LAYOUTS, *CHUNKED]))
@@ -227,7 +229,8 @@ def test_a_step_is_the_same_under_every_layout(launch: Launch, name: str) -> Non
     for found in outcomes:
         for metric in ("loss", "grad_norm", "policy/entropy", "mismatch/kl", "objective/clipped_share"):
             assert found.metrics[metric] == pytest.approx(expected.metrics[metric], rel=TOLERANCE), metric
-        assert_same_gradients(found.gradients, expected.gradients)
+        errors = relative_errors(found.gradients, expected.gradients)
+        assert max(errors.values()) < TOLERANCE, max(errors, key=errors.__getitem__)
         # A step is at most as long as the learning rate.
         for weight, tensor in expected.weights.items():
             torch.testing.assert_close(
@@ -270,7 +273,9 @@ def test_records_and_chunks_are_used(inputs: Inputs, launch: Launch) -> None:
 
 def test_bfloat16_computes_and_float32_masters_step(launch: Launch) -> None:
     half, exact = launch("moe, bfloat16")[0], launch("moe, small step")[0]
-    assert_near(half, exact)
+    assert half.metrics["loss"] != exact.metrics["loss"]
+    assert half.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=3e-2)
+    assert cosine(half.gradients, exact.gradients) > 0.99
     assert {tensor.dtype for tensor in half.weights.values()} == {torch.float32}
     # A bfloat16 master would round most of so small a step away, and be off by 1e-3 of the weight.
     for name, tensor in exact.weights.items():
@@ -283,12 +288,16 @@ def test_bfloat16_under_layouts(launch: Launch, name: str) -> None:
     exact = launch("moe, small step")[0]
     for found in launch(name):
         assert found.replays_exactly
-        assert_near(found, exact)
+        assert found.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=3e-2)
+        assert cosine(found.gradients, exact.gradients) > 0.99
 
 
 def test_attention_of_gpus_over_whole_rows(launch: Launch) -> None:
     """TorchTitan's, which computes in bfloat16."""
-    assert_near(*(launch(name)[0] for name in ("moe, bfloat16, varlen", "moe, bfloat16")))
+    found, expected = (launch(name)[0] for name in ("moe, bfloat16, varlen", "moe, bfloat16"))
+    assert found.metrics["loss"] != expected.metrics["loss"]
+    assert found.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=3e-2)
+    assert cosine(found.gradients, expected.gradients) > 0.99
 
 
 def assert_same_tokens(found: TokenValues, expected: TokenValues) -> None:
@@ -325,12 +334,14 @@ def test_compiled(launch: Launch) -> None:
     eager, compiled = launch("moe")[0], launch("moe, compiled")[0]
     for metric in ("loss", "grad_norm"):
         assert compiled.metrics[metric] == pytest.approx(eager.metrics[metric], rel=TOLERANCE)
-    assert_same_gradients(compiled.gradients, eager.gradients)
+    errors = relative_errors(compiled.gradients, eager.gradients)
+    assert max(errors.values()) < TOLERANCE, max(errors, key=errors.__getitem__)
     assert_same_reports([compiled], eager)
     (eager,) = launch("moe, bfloat16, full AC")
     (compiled,) = launch("moe, bfloat16, full AC, compiled")
-    assert compiled.metrics["loss"] == pytest.approx(eager.metrics["loss"], rel=2e-2)
-    assert_near(compiled, eager, rel=2e-2)
+    for metric in ("loss", "grad_norm"):
+        assert compiled.metrics[metric] == pytest.approx(eager.metrics[metric], rel=2e-2)
+    assert cosine(compiled.gradients, eager.gradients) > 0.99
 
 
 @pytest.mark.exhaustive

@@ -20,62 +20,78 @@ from tests.support.trainers import make_sequences
 CHOICES = (ADAPTABLE, ("q_proj", "v_proj"), ("o_proj", "gate_proj"), ("down_proj",))
 
 
-MOE, DENSE = "moe", "llama3_rope"
-
-
 class Saved(NamedTuple):
-    """A model, sequences, and the folder of adapters with what the trainer computes with them."""
+    """A model, sequences, and for every choice of targets the saved adapters and what they compute."""
 
     model: Path
     sequences: list[TrainingSequence]
-    folder: Path
-    logprobs_T: torch.Tensor
+    adapters: Path
+    logprobs: dict[tuple[str, ...], torch.Tensor]
+
+    def folder(self, targets: tuple[str, ...]) -> Path:
+        return self.adapters / "+".join(targets)
 
 
-def _save(
-    model: Path,
-    sequences: list[TrainingSequence],
-    out: Path,
-    targets: tuple[str, ...],
-    degrees: dict[str, int],
-) -> torch.Tensor:
-    lora = LORA.model_copy(update={"targets": targets})
-    trainer = make_trainer(model, ParallelSection(num_procs=2, **degrees), lora=lora)
+def _save(model: Path, sequences: list[TrainingSequence], out: Path) -> dict[tuple[str, ...], torch.Tensor]:
+    logprobs = {}
+    for targets in CHOICES:
+        lora = LORA.model_copy(update={"targets": targets})
+        trainer = make_trainer(model, ParallelSection(num_procs=2, expert=2), lora=lora)
+        trainer.save_hf(out / "+".join(targets), source=model)
+        # Two data ranks, of which each has the same row.
+        with torch.no_grad():
+            logprobs[targets] = trainer.logprobs(pack_row(sequences))
+    return logprobs
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    path = tmp_path_factory.mktemp("lora")
+    model = write_tiny_model(path / "hf", scale=4.0, num_experts=8, top_k=3)
+    sequences = free(make_sequences(3, read_model_facts(str(model))))
+    logprobs = run_ranks(2, _save, model, sequences, path / "adapters")[0]
+    return Saved(model, sequences, path / "adapters", logprobs)
+
+
+def test_all_files_can_be_read_by_the_same_people(saved: Saved) -> None:
+    folder = saved.folder(CHOICES[0])
+    assert (folder / WEIGHTS_FILE).stat().st_mode == (folder / CONFIG_FILE).stat().st_mode
+
+
+@pytest.mark.parametrize("targets", CHOICES, ids="+".join)
+def test_peft_computes_what_the_trainer_does(saved: Saved, targets: tuple[str, ...]) -> None:
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(saved.model, dtype=torch.float32)
+    with torch.no_grad():
+        plain_T = torch.cat([reference_logprobs(base, sequence) for sequence in saved.sequences])
+        model = PeftModel.from_pretrained(base, saved.folder(targets))
+        expected_T = torch.cat([reference_logprobs(model, sequence) for sequence in saved.sequences])
+    torch.testing.assert_close(saved.logprobs[targets], expected_T, atol=1e-4, rtol=0)
+    assert (plain_T - expected_T).abs().mean() > 0.01, "adapters that do nothing would hide mistakes"
+
+
+def _save_dense(model: Path, sequences: list[TrainingSequence], out: Path) -> torch.Tensor:
+    trainer = make_trainer(model, ParallelSection(num_procs=2, tensor=2))
     trainer.save_hf(out, source=model)
-    # Two data ranks have the same row.
     with torch.no_grad():
         return trainer.logprobs(pack_row(sequences))
 
 
-def save(path: Path, family: str, targets: tuple[str, ...]) -> Saved:
-    if family == MOE:
-        model = write_tiny_model(path / "hf", scale=4.0, num_experts=8, top_k=3)
-    else:
-        model = write_family(path / "hf", family)
-    sequences = free(make_sequences(3, read_model_facts(str(model))))
-    degrees = {"expert": 2} if family == MOE else {"tensor": 2}
-    out = path / "adapters"
-    return Saved(model, sequences, out, run_ranks(2, _save, model, sequences, out, targets, degrees)[0])
-
-
-@pytest.mark.parametrize(("family", "targets"), [*((MOE, one) for one in CHOICES), (DENSE, ADAPTABLE)])
-def test_peft_computes_what_the_trainer_does(family: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+def test_networks_without_experts_have_adapters_too(tmp_path: Path) -> None:
     from peft import PeftModel
 
-    saved = save(tmp_path, family, targets)
-    base = AutoModelForCausalLM.from_pretrained(saved.model, dtype=torch.float32)
+    model = write_family(tmp_path / "hf", "llama3_rope")
+    sequences = free(make_sequences(3, read_model_facts(str(model))))
+    found_T = run_ranks(2, _save_dense, model, sequences, tmp_path / "adapters")[0]
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapters")
     with torch.no_grad():
-        plain_T = torch.cat([reference_logprobs(base, sequence) for sequence in saved.sequences])
-        model = PeftModel.from_pretrained(base, saved.folder)
-        expected_T = torch.cat([reference_logprobs(model, sequence) for sequence in saved.sequences])
-    torch.testing.assert_close(saved.logprobs_T, expected_T, atol=1e-4, rtol=0)
-    assert (plain_T - expected_T).abs().mean() > 0.01, "adapters that do nothing would hide mistakes"
-    modes = {(saved.folder / file).stat().st_mode for file in (WEIGHTS_FILE, CONFIG_FILE)}
-    assert len(modes) == 1, "whoever may read one file may read all"
-    if family == DENSE:
-        written = load_file(saved.folder / WEIGHTS_FILE)
-        assert len(written) == 2 * 2 * len(ADAPTABLE)
-        assert all(tensor.any() for tensor in written.values())
+        expected_T = torch.cat([reference_logprobs(adapted, sequence) for sequence in sequences])
+    torch.testing.assert_close(found_T, expected_T, atol=1e-4, rtol=0)
+    written = load_file(tmp_path / "adapters" / WEIGHTS_FILE)
+    assert len(written) == 2 * 2 * len(ADAPTABLE)
+    assert all(tensor.any() for tensor in written.values())
 
 
 def _packed_by_vllm(folder: Path, num_experts: int) -> tuple[float, torch.Tensor, list[torch.Tensor]]:
@@ -101,8 +117,8 @@ def _packed_by_vllm(folder: Path, num_experts: int) -> tuple[float, torch.Tensor
     return attention.scaling, attention.lora_b, [*packed.lora_a, *packed.lora_b]
 
 
-def test_vllm_reads_the_same_folder(tmp_path: Path) -> None:
-    out = save(tmp_path, MOE, ADAPTABLE).folder
+def test_vllm_reads_the_same_folder(saved: Saved) -> None:
+    out = saved.folder(ADAPTABLE)
     tensors = load_file(out / WEIGHTS_FILE)
     scaling, attention_b, packed = run_alone(_packed_by_vllm, out, 8)
     layer = f"{PREFIX}model.layers.1"

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -33,64 +32,83 @@ class Killed(Exception):
     """The process that writes has ended."""
 
 
-class CutMemory(bytearray):
+class CutMemory:
     """A file's memory whose writer is killed after so many bytes; a write in the middle is cut short."""
 
-    num_bytes_left = 10**6
+    def __init__(self, memory: bytearray, num_bytes_left: int) -> None:
+        self._memory = memory
+        self._num_bytes_left = num_bytes_left
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    def __getitem__(self, place: slice) -> memoryview:
+        return memoryview(self._memory)[place]
 
     def __setitem__(self, place: slice, value: bytes) -> None:
         start = place.start or 0
-        fits = value[: self.num_bytes_left]
-        super().__setitem__(slice(start, start + len(fits)), fits)
-        self.num_bytes_left -= len(fits)
+        fits = value[: self._num_bytes_left]
+        self._memory[start : start + len(fits)] = fits
+        self._num_bytes_left -= len(fits)
         if len(fits) < len(value):
             raise Killed
 
 
-def write(memory: CutMemory, version: int) -> None:
+def write(memory: CutMemory, version: int, layout: SnapshotLayout) -> None:
     invalidate(memory)  # type: ignore[arg-type]
-    memory[HEADER_BYTES:] = bytes([version % 251 + 1]) * (LAYOUT.num_bytes - HEADER_BYTES)
-    finish(memory, version=version, digest=LAYOUT.digest)  # type: ignore[arg-type]
+    body = bytes([version % 251 + 1]) * (layout.num_bytes - HEADER_BYTES)
+    memory[HEADER_BYTES : layout.num_bytes] = body
+    finish(memory, version=version, digest=layout.digest)  # type: ignore[arg-type]
 
 
-def written(version: int) -> CutMemory:
-    memory = CutMemory(LAYOUT.num_bytes)
-    write(memory, version)
-    return memory
-
-
-def read(memory: bytearray, layout: SnapshotLayout = LAYOUT) -> int | None:
-    return read_version(memoryview(memory), digest=layout.digest)
+def test_places_do_not_overlap_and_are_aligned() -> None:
+    ends = [part.offset + part.num_bytes for part in LAYOUT.parts]
+    assert [part.num_bytes for part in LAYOUT.parts] == [60, 4, 7]
+    assert [part.offset for part in LAYOUT.parts] == [HEADER_BYTES, HEADER_BYTES + 64, HEADER_BYTES + 128]
+    assert ends[-1] <= LAYOUT.num_bytes == HEADER_BYTES + 192
 
 
 @pytest.mark.parametrize("before", [None, 3])
 def test_a_writer_killed_at_any_byte_leaves_no_snapshot_and_no_other_one(before: int | None) -> None:
     for num_bytes in range(8 + 192 + 64):
-        memory = CutMemory(LAYOUT.num_bytes) if before is None else written(before)
-        memory.num_bytes_left = num_bytes
+        memory = bytearray(LAYOUT.num_bytes)
+        if before is not None:
+            write(CutMemory(memory, 10**6), before, LAYOUT)
         try:
-            write(memory, 5)
+            write(CutMemory(memory, num_bytes), 5, LAYOUT)
         except Killed:
-            found = read(memory)
+            found = read_version(memoryview(memory), digest=LAYOUT.digest)
             assert found is None or (found == before and num_bytes == 0), num_bytes
         else:
-            assert read(memory) == 5
+            assert read_version(memoryview(memory), digest=LAYOUT.digest) == 5
     assert num_bytes > 8 + 192 + 56, "the last ones are not cut"
 
 
 @given(place=st.integers(0, LAYOUT.num_bytes - 1), change=st.integers(1, 255))
 def test_a_changed_byte_is_found(place: int, change: int) -> None:
-    memory = bytearray(written(4))
+    memory = bytearray(LAYOUT.num_bytes)
+    write(CutMemory(memory, 10**6), 4, LAYOUT)
     memory[place] ^= change
+    found = read_version(memoryview(memory), digest=LAYOUT.digest)
     # What lies between the header's fields and the first tensor means nothing.
-    assert read(memory) == (4 if 56 <= place < HEADER_BYTES else None)
+    assert found == (4 if 56 <= place < HEADER_BYTES else None)
 
 
 def test_a_snapshot_of_another_layout_is_none() -> None:
-    renamed = dataclasses.replace(LAYOUT.parts[0], name="other")
-    other = dataclasses.replace(LAYOUT, parts=(renamed, *LAYOUT.parts[1:]))
-    assert read(written(4), other) is None
-    assert read(written(4) + bytes(64)) is None
+    memory = bytearray(LAYOUT.num_bytes)
+    write(CutMemory(memory, 10**6), 4, LAYOUT)
+    renamed = [dataclasses.replace(LAYOUT.parts[0], name="other"), *LAYOUT.parts[1:]]
+    other = dataclasses.replace(LAYOUT, parts=tuple(renamed))
+    assert read_version(memoryview(memory), digest=other.digest) is None
+    longer = bytearray(memory) + bytes(64)
+    assert read_version(memoryview(longer), digest=LAYOUT.digest) is None
+
+
+def test_the_newest_that_all_have() -> None:
+    assert newest_common([{4, 3}, {3, 2}], at_most=9) == 3
+    assert newest_common([{4, 3}, {4, 3}], at_most=3) == 3
+    assert newest_common([{4, 3}, {2}], at_most=9) is None
+    assert newest_common([set()], at_most=9) is None
 
 
 NUM_RANKS = 3
@@ -190,33 +208,30 @@ TestRestarts = Restarts.TestCase
 TestRestarts.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def _write_and_read(folder: Path) -> None:
-    """Two ranks write versions 1 to 3, and another life of theirs finds the last two."""
-    rank = dist.get_rank()
+def _write_and_read(folder: Path) -> list[object]:
+    """Two ranks write versions 1 to 3, and what another life of theirs finds."""
+    import torch.distributed as dist
 
     def state(version: int) -> dict[str, torch.Tensor]:
-        """Tensors of which none ends where the next may begin."""
-        return {
-            "step": torch.tensor(version),
-            "rng": torch.full((7,), version, dtype=torch.uint8),
-            "weight": torch.full((3, 5), 100.0 * version + rank),
-        }
+        weight = torch.full((4,), 100.0 * version + dist.get_rank())
+        return {"weight": weight, "version": torch.tensor(version)}
 
     snapshots = Snapshots(folder, state(0), every_steps=1)
-    assert snapshots.restore(state(0), at_most=9) is None and snapshots.newest is None
+    found: list[object] = [snapshots.restore(state(0), at_most=9), snapshots.newest]
     for version in (1, 2, 3):
         snapshots.begin_if_due(version, state(version))
         assert snapshots.until_written() >= 0.0
-    assert snapshots.newest == 3
-    # The one before is whole too; older ones are not there, and the state stays as it is.
-    for at_most, newest in ((9, 3), (2, 2), (1, None)):
-        filled = state(0)
-        assert Snapshots(folder, state(0), every_steps=1).restore(filled, at_most=at_most) == newest
-        for name, expected in state(newest or 0).items():
-            assert torch.equal(filled[name], expected), name
-    files = [file.stat().st_size for file in folder.glob(f"snapshot-{rank}-*")]
-    assert snapshot_bytes(state(0)) == sum(files) == 2 * (HEADER_BYTES + 3 * 64)
+    found.append(snapshots.newest)
+    for at_most in (9, 2, 1):
+        other, filled = Snapshots(folder, state(0), every_steps=1), state(0)
+        found += [other.restore(filled, at_most=at_most), filled["weight"].tolist(), int(filled["version"])]
+    assert snapshot_bytes(state(0)) == 2 * (HEADER_BYTES + 128)
+    return found
 
 
 def test_another_process_finds_what_was_written(tmp_path: Path) -> None:
-    run_ranks(2, _write_and_read, tmp_path)
+    for rank, found in enumerate(run_ranks(2, _write_and_read, tmp_path)):
+        assert found[:3] == [None, None, 3]
+        assert found[3:6] == [3, [300.0 + rank] * 4, 3]
+        assert found[6:9] == [2, [200.0 + rank] * 4, 2], "the one before is whole too"
+        assert found[9:] == [None, [float(rank)] * 4, 0], "older ones are not: the state stays as it is"

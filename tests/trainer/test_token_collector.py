@@ -3,7 +3,6 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -32,12 +31,17 @@ TEMPERATURE = 0.7
 VERSION = 5
 
 
-class Observed(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
     sequences: list[TrainingSequence]
     own: StepResult
     """Of a step through the trainer's own experts, on rows of three and two sequences."""
     replayed: StepResult
     """The same through recorded experts."""
+    weights: dict[str, torch.Tensor]
+    """After the second one."""
+    weights_unasked: dict[str, torch.Tensor]
+    """After the same step where nobody asks about tokens."""
 
 
 def _observe(folder: Path) -> Observed:
@@ -50,6 +54,7 @@ def _observe(folder: Path) -> Observed:
     own = [dataclasses.replace(one, expert_ids_SMK=None) for one in sequences]
     choosing = make_trainer(folder)
     for one in sequences:
+        assert one.expert_ids_SMK is not None
         # Every third token's record is the trainer's own choice.
         own_SMK = own_choices(choosing, pack_row([one]))[: one.num_tokens]
         one.expert_ids_SMK[::3, 0] = own_SMK[::3, 0]
@@ -59,10 +64,15 @@ def _observe(folder: Path) -> Observed:
         trainer = make_trainer(folder, temperature=TEMPERATURE)
         trainer.state.policy_version = VERSION
         results.append(trainer.train_step([pack_row(some[:3]), pack_row(some[3:])]))
-        weights.append([whole(parameter) for parameter in trainer.model.parameters()])
+        weights.append({name: whole(parameter) for name, parameter in trainer.model.named_parameters()})
     assert results[2].tokens == TokenReport()
-    assert all(map(torch.equal, weights[1], weights[2])), "asking changes no bit of a step"
-    return Observed(sequences, *results[:2])
+    return Observed(
+        sequences=sequences,
+        own=results[0],
+        replayed=results[1],
+        weights=weights[1],
+        weights_unasked=weights[2],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +86,14 @@ class Expected:
     entropies_T: np.ndarray
     own_experts: list[set[int]]
     """By position of the sequence: what the first layer's gate chooses."""
-    at: np.ndarray
-    """Places of the sampled tokens."""
 
 
-@pytest.fixture(scope="module")
-def expected(folder: Path, observed: Observed) -> dict[BranchKey, Expected]:
-    """Of every sequence, by transformers in float64."""
+def _expected(folder: Path, sequence: TrainingSequence) -> Expected:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
-    return {one.source.key: _expected(model, one) for one in observed.sequences}
-
-
-def _expected(model: torch.nn.Module, sequence: TrainingSequence) -> Expected:
     ids = torch.from_numpy(np.concatenate([sequence.prompt_ids_P, sequence.response_ids_T])).long()
     with torch.no_grad():
         out = model(ids[None], output_router_logits=True)
+    assert sequence.kept_tokens is not None
     logprobs, entropies = [], []
     for index, token in enumerate(sequence.response_ids_T.tolist()):
         row = out.logits[0][len(sequence.prompt_ids_P) - 1 + index] / TEMPERATURE
@@ -99,79 +102,90 @@ def _expected(model: torch.nn.Module, sequence: TrainingSequence) -> Expected:
         logprobs.append(float(logs[kept.index(token)]))
         entropies.append(float(-(logs.exp() * logs).sum()))
     top = out.router_logits[0].topk(3, dim=-1).indices
-    is_sampled_T = np.ones(len(logprobs), bool) if sequence.is_sampled_T is None else sequence.is_sampled_T
     return Expected(
         logprobs_T=np.array(logprobs),
         entropies_T=np.array(entropies),
         own_experts=[set(one.tolist()) for one in top],
-        at=is_sampled_T.nonzero()[0],
     )
 
 
-def test_values_are_those_of_a_computation_in_float64(
-    observed: Observed, expected: dict[BranchKey, Expected]
-) -> None:
+def _sampled(sequence: TrainingSequence) -> np.ndarray:
+    if sequence.is_sampled_T is None:
+        return np.arange(len(sequence.response_ids_T))
+    return sequence.is_sampled_T.nonzero()[0]
+
+
+def test_values_are_those_of_a_computation_in_float64(folder: Path, observed: Observed) -> None:
     found = {one.key: one for one in observed.own.tokens.branches}
-    asked = [one for one in observed.sequences if one.source.is_recorded]
+    asked = [one for one in observed.sequences if one.source is not None and one.source.is_recorded]
     assert len(found) == len(asked) == 2
     for sequence in asked:
-        branch, exact = found[sequence.source.key], expected[sequence.source.key]
-        values, at = branch.values, exact.at
+        assert sequence.source is not None and sequence.kept_tokens is not None
+        branch = found[sequence.source.key]
+        values, expected, at = branch.values, _expected(folder, sequence), _sampled(sequence)
         np.testing.assert_array_equal(branch.prompt_ids_P, sequence.prompt_ids_P)
         np.testing.assert_array_equal(branch.response_ids_T, sequence.response_ids_T)
         np.testing.assert_array_equal(values.positions_N, at)
         np.testing.assert_array_equal(values.token_ids_N, sequence.response_ids_T[at])
-        np.testing.assert_allclose(values.logprobs_N, exact.logprobs_T[at], atol=1e-4)
-        np.testing.assert_allclose(values.entropies_N, exact.entropies_T[at], atol=1e-4)
-        mismatch_T = exact.logprobs_T - sequence.behavior_logprobs_T.astype(np.float64)
+        np.testing.assert_allclose(values.logprobs_N, expected.logprobs_T[at], atol=1e-4)
+        np.testing.assert_allclose(values.entropies_N, expected.entropies_T[at], atol=1e-4)
+        behavior_T = sequence.behavior_logprobs_T.astype(np.float64)
         np.testing.assert_array_equal(values.behavior_logprobs_N, sequence.behavior_logprobs_T[at])
-        np.testing.assert_allclose(values.mismatch_N, mismatch_T[at], atol=1e-4)
-        np.testing.assert_allclose(values.ratios_N, np.exp(mismatch_T)[at], rtol=2e-4)
+        np.testing.assert_allclose(values.mismatch_N, (expected.logprobs_T - behavior_T)[at], atol=1e-4)
+        np.testing.assert_allclose(values.ratios_N, np.exp(expected.logprobs_T - behavior_T)[at], rtol=2e-4)
         np.testing.assert_allclose(values.advantages_N, sequence.advantage, rtol=1e-6)
         np.testing.assert_array_equal(values.versions_N, VERSION - sequence.ages_T[at])
-        np.testing.assert_array_equal(values.num_kept_N, np.diff(sequence.kept_tokens.offsets)[at])
+        widths = np.diff(sequence.kept_tokens.offsets)[at]
+        np.testing.assert_array_equal(values.num_kept_N, widths)
         assert values.decisions_MN is None, "nothing was replayed"
-        assert exact.logprobs_T.std() > 0.3, "a nearly uniform model would hide mistakes"
+        assert expected.logprobs_T.std() > 0.3, "a nearly uniform model would hide mistakes"
     assert 0 in np.concatenate([one.values.num_kept_N for one in found.values()]), "some kept everything"
 
 
-def test_the_worst_of_all_tokens(observed: Observed, expected: dict[BranchKey, Expected]) -> None:
+def test_the_worst_of_all_tokens(folder: Path, observed: Observed) -> None:
     """By float64, over all sequences: also of those that nobody asked for."""
     sizes = []
     for sequence in observed.sequences:
-        exact = expected[sequence.source.key]
-        mismatch_T = exact.logprobs_T - sequence.behavior_logprobs_T
-        sizes += [(-abs(mismatch_T[at]), sequence.source.key, int(at)) for at in exact.at]
-    largest, worst = sorted(sizes)[:NUM_WORST], observed.own.tokens.worst
-    assert [one.rank[1:] for one in worst] == [one[1:] for one in largest]
-    assert [one.rank[0] for one in worst] == pytest.approx([one[0] for one in largest], abs=1e-4)
+        assert sequence.source is not None
+        mismatch_T = _expected(folder, sequence).logprobs_T - sequence.behavior_logprobs_T
+        sizes += [(-abs(mismatch_T[at]), sequence.source.key, int(at)) for at in _sampled(sequence)]
+    expected = sorted(sizes)[:NUM_WORST]
+    worst = observed.own.tokens.worst
+    assert [one.rank[1:] for one in worst] == [one[1:] for one in expected]
+    assert [one.rank[0] for one in worst] == pytest.approx([one[0] for one in expected], abs=1e-4)
     assert observed.own.metrics["mismatch/logprob_abs_max"] == pytest.approx(-worst[0].rank[0])
 
 
-def test_decisions_of_the_first_layer(observed: Observed, expected: dict[BranchKey, Expected]) -> None:
+def test_decisions_of_the_first_layer(folder: Path, observed: Observed) -> None:
     """What its gate sees does not depend on what is replayed: transformers chooses the same experts."""
-    sequences, seen = {one.source.key: one for one in observed.sequences}, set()
+    seen = set()
     for branch in observed.replayed.tokens.branches:
-        sequence, own_experts = sequences[branch.key], expected[branch.key].own_experts
+        (sequence,) = [s for s in observed.sequences if s.source is not None and s.source.key == branch.key]
+        own_experts = _expected(folder, sequence).own_experts
+        assert branch.values.decisions_MN is not None and sequence.expert_ids_SMK is not None
         for place, decision in zip(branch.values.positions_N, branch.values.decisions_MN[0], strict=True):
             predicts = len(sequence.prompt_ids_P) - 1 + int(place)
             record = set(sequence.expert_ids_SMK[predicts, 0].tolist())
             same = Decision.SAME if record == own_experts[predicts] else Decision.OTHER
-            assert decision == (Decision.OWN if -1 in record else same)
+            has_record = -1 not in record
+            assert decision == (same if has_record else Decision.OWN)
             seen.add(Decision(decision))
     assert seen == set(Decision)
 
 
-def _disagreements(folder: Path) -> None:
-    """Of a step on one sequence of which every replayed decision is one that predicts a token."""
+def _disagreements(folder: Path) -> tuple[StepResult, int]:
+    """A step on one sequence of which every replayed decision is one that predicts a token."""
     sequence = make_sequences(1, read_model_facts(str(folder)))[0]
-    num_tokens = len(sequence.response_ids_T)
-    expert_ids_SMK = sequence.expert_ids_SMK[-num_tokens - 1 :].copy()
+    prompt_ids_P = sequence.prompt_ids_P[-1:]
+    assert sequence.expert_ids_SMK is not None
+    expert_ids_SMK = sequence.expert_ids_SMK[-len(sequence.response_ids_T) - 1 :].copy()
     expert_ids_SMK[-1] = -1
-    short = dataclasses.replace(
-        sequence, prompt_ids_P=sequence.prompt_ids_P[-1:], expert_ids_SMK=expert_ids_SMK
-    )
-    result = make_trainer(folder).train_step([pack_row([short])])
+    short = dataclasses.replace(sequence, prompt_ids_P=prompt_ids_P, expert_ids_SMK=expert_ids_SMK)
+    return make_trainer(folder).train_step([pack_row([short])]), len(short.response_ids_T)
+
+
+def test_disagreement_is_that_of_the_metric(folder: Path) -> None:
+    result, num_tokens = run_ranks(1, _disagreements, folder)[0]
     decisions_MN = result.tokens.branches[0].values.decisions_MN
     assert decisions_MN is not None and decisions_MN.shape == (2, num_tokens)
     for layer, decisions_N in enumerate(decisions_MN):
@@ -179,8 +193,10 @@ def _disagreements(folder: Path) -> None:
         assert result.metrics[f"routing/disagreement_share_layer_{layer:02d}"] == pytest.approx(share)
 
 
-def test_disagreement_is_that_of_the_metric(folder: Path) -> None:
-    run_ranks(1, _disagreements, folder)
+def test_asking_changes_no_bit_of_the_step(observed: Observed) -> None:
+    assert observed.weights.keys() == observed.weights_unasked.keys()
+    for name, weight in observed.weights.items():
+        assert torch.equal(weight, observed.weights_unasked[name]), name
 
 
 def _row(mask: list[bool]) -> RowTokens:
@@ -204,10 +220,21 @@ def test_ratios_are_those_of_the_objective() -> None:
 
 
 def _worst_token(group_id: int, mismatch: float) -> WorstToken:
-    values = {one.name: np.zeros(1) for one in dataclasses.fields(TokenValues)}
-    values |= {"logprobs_N": np.array([mismatch]), "decisions_MN": None}
+    float_N, int_N = np.zeros(1, np.float32), np.zeros(1, np.int32)
+    values = TokenValues(
+        positions_N=int_N,
+        token_ids_N=int_N,
+        logprobs_N=np.array([mismatch], np.float32),
+        behavior_logprobs_N=float_N,
+        ratios_N=float_N,
+        advantages_N=float_N,
+        entropies_N=float_N,
+        versions_N=int_N,
+        num_kept_N=int_N,
+        decisions_MN=None,
+    )
     key = BranchKey(rollout=RolloutKey(group_id=group_id, episode=0, agent=0), branch=0)
-    return WorstToken(key=key, values=TokenValues(**values))
+    return WorstToken(key=key, values=values)
 
 
 def test_what_is_no_number_is_the_worst_and_equal_ones_are_in_their_order() -> None:
