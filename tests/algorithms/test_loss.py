@@ -3,18 +3,15 @@
 import dataclasses
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from pydantic import Field
 
 from forgeasync.algorithms import (
-    AgeWeight,
     Aggregation,
     ConstantLength,
-    KlPlace,
     Loss,
     Objective,
     RowTokens,
@@ -23,80 +20,9 @@ from forgeasync.algorithms import (
     Supervised,
     TeacherTokens,
     TokenMean,
-    penalty_to_go,
-    product,
 )
+from tests.algorithms.rows import Exact, exact, random_row
 from tests.support.tokens import K3, make_tokens, section
-
-
-class Tokens:
-    """Two rows of random sequences, some tokens masked out (and nan there), in plain numbers."""
-
-    def __init__(self, seed: int, *, is_weighted: bool = False) -> None:
-        """Sequences count once each, or else differently often."""
-        rng = np.random.default_rng(seed)
-        self.rows: list[dict[str, np.ndarray]] = []
-        for lengths in ([3, 5, 1], [4, 2]):
-            ids = np.repeat(np.arange(len(lengths)), lengths)
-            num = len(ids)
-            mask = rng.random(num) < 0.8
-            mask[ids == 1] = True
-            logprobs = rng.uniform(-3, -0.1, num)
-            row = {
-                "logprobs": logprobs,
-                "behavior": logprobs - rng.normal(0, 0.4, num),
-                "ref": logprobs - rng.normal(0, 0.4, num),
-                "advantages": rng.normal(0, 1, len(lengths))[ids],
-                "ages": rng.integers(0, 5, num),
-                "mask": mask,
-                "ids": ids,
-                "weights": np.asarray([1.0, 2.5, 7.0])[ids] if is_weighted else np.ones(num),
-            }
-            row["behavior"][~mask] = np.nan
-            self.rows.append(row)
-
-    def tensors(self, row: int, dtype: torch.dtype = torch.float32) -> RowTokens:
-        values = self.rows[row]
-
-        def tensor(name: str) -> torch.Tensor:
-            return torch.from_numpy(values[name]).to(dtype)
-
-        return RowTokens(
-            logprobs_T=tensor("logprobs").requires_grad_(),
-            behavior_logprobs_T=tensor("behavior"),
-            advantages_T=tensor("advantages"),
-            mask_T=torch.from_numpy(values["mask"]),
-            sequence_ids_T=torch.from_numpy(values["ids"]),
-            ages_T=torch.from_numpy(values["ages"]),
-            sample_weights_T=tensor("weights"),
-            ref_logprobs_T=tensor("ref"),
-        )
-
-
-def hand_made(x: Sequence[np.ndarray], tokens: Tokens, case: str) -> float:
-    """The loss of both rows; ``x`` is where gradients flow through."""
-    means: list[float] = []
-    weights: list[float] = []
-    for row, x_row in zip(tokens.rows, x, strict=True):
-        for sequence in np.unique(row["ids"]):
-            losses = []
-            trained = [t for t in range(len(x_row)) if row["ids"][t] == sequence and row["mask"][t]]
-            for t in trained:
-                ratio = math.exp(row["logprobs"][t] - row["behavior"][t])
-                if case == "loss":
-                    log = row["ref"][t] - x_row[t]
-                    weight = min(ratio, 1.1) * 0.5 ** (row["ages"][t] / 2.0)
-                    losses.append(-row["advantages"][t] * x_row[t] * weight + 0.3 * (math.exp(log) - 1 - log))
-                else:
-                    to_go = sum(row["logprobs"][u] - row["ref"][u] for u in trained if u >= t)
-                    weight = ratio if 0.7 <= ratio <= 1.4 else 0.0
-                    losses.append(-(row["advantages"][t] - 0.3 * to_go) * x_row[t] * weight)
-            if losses:
-                means.append(sum(losses) / len(losses))
-                weights.append(row["weights"][trained[0]])
-    assert len(set(weights)) > 1
-    return float(np.average(means, weights=weights))
-
 
 COMPOSED = {
     "loss": section(
@@ -114,30 +40,43 @@ COMPOSED = {
 }
 
 
+def by_hand(e: Exact, case: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses of tokens, and estimates of their KL."""
+    ratios, log = e.ratios().detach(), e.ref - e.x
+    if case == "loss":
+        kl = log.exp() - 1 - log
+        weights = ratios.clamp(max=1.1) * 0.5 ** (e.ages / 2.0)
+        return -e.a * e.x * weights + 0.3 * kl, kl
+    to_go = (e.own.triu() @ -log).detach()
+    weights = ratios.where((ratios >= 0.7) & (ratios <= 1.4), 0.0)
+    return -(e.a - 0.3 * to_go) * e.x * weights, -log
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", COMPOSED)
 def test_a_composed_loss_and_its_gradient(case: str, seed: int) -> None:
-    tokens = Tokens(seed, is_weighted=True)
-    loss = COMPOSED[case]
-    rows = [tokens.tensors(index) for index in range(2)]
+    """Of a batch of two rows."""
+    loss, rows = COMPOSED[case], [random_row(seed, is_weighted=True), random_row(seed + 10, is_weighted=True)]
     total = sum(loss.count(row.mask_T, row.sequence_ids_T, row.sample_weights_T) for row in rows)
     results = [loss(row, total=total) for row in rows]
-    x = [row["logprobs"] for row in tokens.rows]
+    exacts = [exact(row) for row in rows]
+    # Every sequence counts by its weight, and its tokens are its mean.
+    shares = [e.weights / e.own.sum(1) for e in exacts]
+    sums = [(share * by_hand(e, case)[0]).sum() for share, e in zip(shares, exacts, strict=True)]
+    expected = sum(sums) / sum(share.sum() for share in shares)
     found = sum(float(result.loss.detach()) for result in results)
-    assert found == pytest.approx(hand_made(x, tokens, case), rel=1e-5, abs=1e-6)
-    step = 1e-6
-    for index, (row, result) in enumerate(zip(rows, results, strict=True)):
-        result.loss.backward()
-        assert row.logprobs_T.grad is not None and torch.isfinite(row.logprobs_T.grad).all()
-        for t in range(len(x[index])):
-            up, down = [values.copy() for values in x], [values.copy() for values in x]
-            up[index][t] += step
-            down[index][t] -= step
-            slope = (hand_made(up, tokens, case) - hand_made(down, tokens, case)) / (2 * step)
-            assert float(row.logprobs_T.grad[t]) == pytest.approx(slope, rel=1e-3, abs=1e-4), (index, t)
+    assert found == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
+    expected.backward()
+    for row, result, e in zip(rows, results, exacts, strict=True):
+        (gradient,) = torch.autograd.grad(result.loss, row.logprobs_T)
+        torch.testing.assert_close(gradient[row.mask_T].double(), e.x.grad, rtol=1e-3, atol=1e-5)
+        assert not gradient[~row.mask_T].any()
     assert results[0].weights_T is not None and not results[0].weights_T.requires_grad
-    name = "kl/k3" if case == "loss" else "kl/k1"
-    assert set(results[0].sums) >= {name, f"correction/{'truncated' if case == 'loss' else 'masked'}_share"}
+    estimate, share = ("k3", "truncated") if case == "loss" else ("k1", "masked")
+    assert f"correction/{share}_share" in results[0].sums
+    _, kl = by_hand(exacts[0], case)
+    assert float(results[0].sums[f"kl/{estimate}"]) == pytest.approx(float(kl.sum()), rel=1e-5)
+    assert loss.needs_reference and not section().needs_reference
 
 
 def own_objective(scale: float) -> Callable[[RowTokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
@@ -173,7 +112,7 @@ class OwnAggregation(TokenMean):
 
 @pytest.mark.parametrize("factory", ["own_objective", "OwnObjective"])
 def test_an_objective_of_ones_own(factory: str) -> None:
-    row = Tokens(0).tensors(0)
+    row = random_row(0)
     keys = {"kind": "python", "factory": f"tests.algorithms.test_loss.{factory}", "options": {"scale": 3.0}}
     loss = section(objective=keys)
     expected = torch.where(row.mask_T, 3.0 * row.logprobs_T, 0.0).sum() / 4.0
@@ -183,7 +122,7 @@ def test_an_objective_of_ones_own(factory: str) -> None:
 
 
 def test_an_estimator_and_an_aggregation_of_ones_own() -> None:
-    row = Tokens(0).tensors(0)
+    row = random_row(0)
     estimator = {"kind": "python", "factory": "tests.algorithms.test_loss.own_estimator"}
     loss = section(
         objective={"kind": "reinforce"},
@@ -199,54 +138,8 @@ def test_an_estimator_and_an_aggregation_of_ones_own() -> None:
     assert loss.count(row.mask_T, row.sequence_ids_T, ones_T) == row.mask_T.sum()
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"kind": "ppo_clip", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2},
-        {"kind": "gspo", "clip_low": 0.05, "clip_high": 0.1},
-        {"kind": "kimi15", "tau": 0.7},
-    ],
-)
-def test_a_loss_calls_its_objective_on_the_row(keys: dict[str, object]) -> None:
-    for seed in range(3):
-        row = Tokens(seed).tensors(0)
-        loss = section(objective=keys)
-        found = loss(row, total=4.0)
-        losses_T, sums = loss.objective(row)
-        torch.testing.assert_close(found.loss, torch.where(row.mask_T, losses_T, 0.0).sum() / 4.0)
-        assert found.weights_T is None and found.sums.keys() == sums.keys()
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased_k3"])
-@pytest.mark.parametrize("where", list(KlPlace))
-def test_a_penalty_is_the_estimate_of_its_name(estimator: str, where: KlPlace) -> None:
-    row = Tokens(2).tensors(0)
-    penalty = {"estimator": estimator, "coefficient": 0.5, "where": where.value}
-    loss = section(objective={"kind": "reinforce"}, kl=penalty)
-    assert loss.needs_reference and not section().needs_reference
-    mask_T, ids_T = row.mask_T, row.sequence_ids_T
-    current_T, ref_T = row.logprobs_T.detach()[mask_T], row.ref_logprobs_T[mask_T]
-    match estimator:
-        case "k1":
-            kl_T = current_T - ref_T
-        case "k2":
-            kl_T = (current_T - ref_T) ** 2 / 2
-        case "k3" | "unbiased_k3":
-            kl_T = (ref_T - current_T).exp() - 1 - (ref_T - current_T)
-    if estimator == "unbiased_k3":
-        kl_T = kl_T * (current_T - row.behavior_logprobs_T[mask_T]).exp()
-    advantages_T = row.advantages_T[mask_T]
-    if where is KlPlace.REWARD:
-        later_TT = (ids_T[mask_T][:, None] == ids_T[mask_T]) & torch.ones(len(kl_T), len(kl_T)).triu().bool()
-        advantages_T = advantages_T - 0.5 * (later_TT * kl_T).sum(1)
-    losses_T = -advantages_T * current_T + (0.5 * kl_T if where is KlPlace.LOSS else 0.0)
-    result = loss(row, total=4.0)
-    torch.testing.assert_close(result.loss.detach(), losses_T.sum() / 4.0)
-    torch.testing.assert_close(result.sums[f"kl/{estimator}"], kl_T.sum())
-
-
 def test_supervised_is_the_negative_log_likelihood_of_all_tokens() -> None:
-    row = Tokens(0).tensors(0)
+    row = random_row(0)
     loss = Loss(objective=Supervised())
     assert not loss.needs_reference
     total = loss.count(row.mask_T, row.sequence_ids_T, row.sample_weights_T)
@@ -256,36 +149,13 @@ def test_supervised_is_the_negative_log_likelihood_of_all_tokens() -> None:
 
 def test_decoupled_ppo_around_the_current_policy() -> None:
     """Its gradient is that of -A * logprob, weighted by current / behavior, 0 above the cap."""
-    row = Tokens(0).tensors(0)
+    row = dataclasses.replace(random_row(0), proximal_logprobs_T=None)
     loss = section(objective={"kind": "decoupled_ppo", "clip": 0.2, "behavior_cap": 1.2})
     loss(row, total=1.0).loss.backward()
     ratio_T = (row.logprobs_T.detach() - row.behavior_logprobs_T).exp()
     weights_T = torch.where(row.mask_T & (ratio_T <= 1.2), ratio_T, 0.0)
     assert row.logprobs_T.grad is not None
     torch.testing.assert_close(row.logprobs_T.grad, -row.advantages_T * weights_T)
-
-
-def test_weights_by_age() -> None:
-    row = Tokens(0).tensors(0)
-    aged = dataclasses.replace(row, ages_T=torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3]))
-    weights_T, _ = product([AgeWeight(half_life=2.0)], aged)
-    expected = [1.0, 0.5**0.5, 0.5, 0.5**1.5, 0.25, 1.0, 0.5**0.5, 0.5, 0.5**1.5]
-    kept = row.mask_T.tolist()
-    np.testing.assert_allclose(
-        weights_T.tolist(), [w if k else 0.0 for w, k in zip(expected, kept, strict=True)], rtol=1e-6
-    )
-
-
-def test_penalty_to_go() -> None:
-    values = torch.tensor([1.0, 2.0, 4.0, torch.nan, 16.0, 32.0], requires_grad=True)
-    mask = torch.tensor([True, True, True, False, True, True])
-    to_go = penalty_to_go(values, mask, torch.tensor([0, 0, 1, 1, 1, 2]))
-    assert to_go.tolist() == [3.0, 2.0, 20.0, 16.0, 16.0, 32.0] and not to_go.requires_grad
-    empty = torch.zeros(0)
-    assert penalty_to_go(empty, empty.bool(), empty.long()).shape == (0,)
-
-
-# In the trainer
 
 
 @pytest.mark.parametrize(
@@ -295,6 +165,7 @@ def test_penalty_to_go() -> None:
         (SequenceMeanOfTokenMean(), (1.5 + 3 * 5.0) / (1 + 3)),
         (SequenceMeanOfTokenSum(), (3.0 + 3 * 5.0) / (1 + 3)),
         (ConstantLength(length=4), (3.0 + 3 * 5.0) / 4 / (1 + 3)),
+        (ConstantLength(length=1), (3.0 + 3 * 5.0) / (1 + 3)),
     ],
 )
 def test_a_weighted_mean_by_hand(aggregate: Aggregation, expected: float) -> None:
@@ -311,34 +182,22 @@ def test_a_weighted_mean_by_hand(aggregate: Aggregation, expected: float) -> Non
     assert values_T.grad is not None and values_T.grad.isfinite().all() and values_T.grad[3] == 0
 
 
-SEEN: dict[str, torch.Tensor] = {}
-
-
-def seeing_objective(row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    SEEN["objective"] = row.advantages_T
-    return -row.advantages_T * row.logprobs_T, {}
-
-
-def seeing_correction(row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    SEEN["correction"] = row.advantages_T
-    return torch.ones_like(row.advantages_T), {}
-
-
 def test_corrections_see_the_advantage_of_the_sequence_itself() -> None:
     """A penalty in the reward changes the objective's advantages from token to token, not theirs."""
     loss = section(
-        objective={"kind": "python", "factory": "tests.algorithms.test_loss.seeing_objective"},
-        corrections=[{"kind": "python", "factory": "tests.algorithms.test_loss.seeing_correction"}],
+        corrections=[{"kind": "off_policy_sequence_mask", "threshold": 0.1}],
+        objective={"kind": "reinforce"},
         kl={"coefficient": 0.5, "estimator": "k1", "where": "reward"},
     )
     tokens = make_tokens(
         torch.tensor([-1.0, -2.0], requires_grad=True),
-        advantages_T=torch.tensor([3.0, 3.0]),
+        behavior_logprobs_T=torch.zeros(2),
+        advantages_T=torch.tensor([0.25, 0.25]),
         ref_logprobs_T=torch.tensor([-3.0, -3.0]),
     )
-    loss(tokens, total=2.0)
-    assert SEEN["correction"].tolist() == [3.0, 3.0]
-    assert SEEN["objective"].tolist() == [3.0 - 0.5 * (2.0 + 1.0), 3.0 - 0.5 * 1.0]
+    found = loss(tokens, total=2.0)
+    assert found.advantages_T.tolist() == [0.25 - 0.5 * (2.0 + 1.0), 0.25 - 0.5 * 1.0]
+    assert found.weights_T is not None and found.weights_T.tolist() == [1.0, 1.0], "only bad ones are masked"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -366,7 +225,6 @@ def test_in_a_row_without_sample_weights_each_sequence_counts_once(
     )
     assert row.sample_weights_T.dtype == torch.float32
     assert row.sample_weights_T.tolist() == [1.0] * 1000
-    assert not row.sample_weights_T.requires_grad
     loss = section(objective={"kind": "reinforce"}, aggregation=aggregation)
     total = loss.count(row.mask_T, row.sequence_ids_T, row.sample_weights_T)
     assert float(total) == count
@@ -378,8 +236,6 @@ def test_in_a_row_without_sample_weights_each_sequence_counts_once(
     torch.testing.assert_close(
         gradient_T.double(), -advantages_T.double() / divisor / count, rtol=0.01, atol=0.0
     )
-    again = dataclasses.replace(row, sample_weights_T=torch.full((1000,), 2.0))
-    assert again.sample_weights_T.tolist() == [2.0] * 1000
 
 
 def test_what_a_teacher_says_of_a_token_is_asked_for_unless_it_is_said_otherwise() -> None:

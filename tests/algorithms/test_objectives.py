@@ -1,9 +1,4 @@
-"""Objectives, corrections, KL estimates and aggregations against float64 references, sequence by sequence.
-
-The references take the log-probabilities twice: ``x`` is what a gradient flows through, ``x0`` the same
-numbers where the formula stops it. Gradients are compared with central differences of the references in
-``x``.
-"""
+"""Objectives, corrections, KL estimates and aggregations against float64 references over trained tokens."""
 
 import dataclasses
 import math
@@ -40,173 +35,69 @@ from forgeasync.algorithms import (
     UnbiasedK3,
     product,
 )
+from tests.algorithms.rows import Exact, exact, random_row
 from tests.support.tokens import make_tokens
 
-Sequences = list[list[int]]
-"""Masked positions of every sequence."""
-Reference = Callable[[Sequence[float], Sequence[float], "Batch"], list[float]]
+Reference = Callable[[Exact], torch.Tensor]
 
 
-class Batch:
-    """Random packed tokens of uneven sequences, some masked out, one sequence wholly."""
-
-    def __init__(self, seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        lengths = rng.integers(1, 9, size=6)
-        ids = np.repeat(rng.permutation(len(lengths)) * 7, lengths)
-        num = len(ids)
-        self.ids = torch.from_numpy(ids)
-        mask = rng.random(num) < 0.8
-        mask[ids == 0] = False
-        mask[ids == 7] = True
-        self.mask = torch.from_numpy(mask)
-        self.logprobs = rng.uniform(-4, -0.1, num).astype(np.float32)
-        shift = rng.normal(0, 0.4, num).astype(np.float32)
-        self.behavior = (self.logprobs - shift).astype(np.float32)
-        self.behavior[~mask] = np.nan  # nothing sampled these
-        self.proximal = (self.logprobs - 0.5 * shift).astype(np.float32)
-        by_sequence = dict(zip(np.unique(ids).tolist(), rng.normal(0, 1, len(lengths)), strict=True))
-        self.advantages = np.asarray([by_sequence[i] for i in ids.tolist()], np.float32)
-        self.sequences: Sequences = [
-            [t for t in range(num) if ids[t] == i and mask[t]] for i in np.unique(ids)
-        ]
-
-    def of(self, token: int) -> list[int]:
-        return next(s for s in self.sequences if token in s)
-
-    @property
-    def tokens(self) -> list[int]:
-        return [t for s in self.sequences for t in s]
+def surrogate(ratio: torch.Tensor, a: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return -torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
 
 
-def ratio(x: Sequence[float], batch: Batch, t: int) -> float:
-    return math.exp(x[t] - float(batch.behavior[t]))
+def _dual(e: Exact) -> torch.Tensor:
+    plain = surrogate(e.ratios(), e.a, 0.2, 0.28)
+    return torch.where(e.a < 0, plain.minimum(1.3 * e.a.abs()), plain)
 
 
-def clip(value: float, low: float, high: float) -> float:
-    return min(max(value, low), high)
+def _topr(e: Exact) -> torch.Tensor:
+    whole = (e.own @ (e.x - e.behavior)).exp().detach()
+    return -torch.where(e.a < 0, whole.clamp(max=1.0), 1.0) * e.a * e.x
 
 
-def surrogate(r: float, a: float, low: float, high: float) -> float:
-    return -min(r * a, clip(r, 1 - low, 1 + high) * a)
+def _kimi(e: Exact) -> torch.Tensor:
+    logs = e.x - e.behavior
+    return -e.a * e.x + 0.15 * logs * (e.own @ logs)
 
 
-def _ppo(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
-    return [surrogate(ratio(x, b, t), float(b.advantages[t]), 0.2, 0.28) for t in b.tokens]
+def _decoupled(e: Exact) -> torch.Tensor:
+    weights = (e.proximal - e.behavior).exp()
+    losses = surrogate((e.x - e.proximal).exp(), e.a, 0.2, 0.2)
+    return torch.where(weights > 1.2, 0.0, weights * losses)
 
 
-def _dual(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
-    losses = []
-    for t, loss in zip(b.tokens, _ppo(x, x0, b), strict=True):
-        a = float(b.advantages[t])
-        losses.append(min(loss, 1.3 * abs(a)) if a < 0 else loss)
-    return losses
-
-
-def _cispo(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
-    return [-clip(ratio(x0, b, t), 0.8, 1.28) * float(b.advantages[t]) * x[t] for t in b.tokens]
-
-
-def _gspo(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
-    losses = []
-    for t in b.tokens:
-        logs = [x[u] - float(b.behavior[u]) for u in b.of(t)]
-        losses.append(surrogate(math.exp(sum(logs) / len(logs)), float(b.advantages[t]), 0.05, 0.1))
-    return losses
-
-
-def _reinforce(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
-    return [-float(b.advantages[t]) * x[t] for t in b.tokens]
-
-
-def _topr(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
-    losses = []
-    for t in b.tokens:
-        a = float(b.advantages[t])
-        whole = math.exp(sum(x0[u] - float(b.behavior[u]) for u in b.of(t)))
-        losses.append(-(1.0 if a >= 0 else clip(whole, 0, 1)) * a * x[t])
-    return losses
-
-
-def _kimi(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
-    losses = []
-    for t in b.tokens:
-        whole = sum(x[u] - float(b.behavior[u]) for u in b.of(t))
-        losses.append(-float(b.advantages[t]) * x[t] + 0.15 * (x[t] - float(b.behavior[t])) * whole)
-    return losses
-
-
-OBJECTIVES: dict[str, tuple[Callable[[], Objective], Reference]] = {
-    "ppo_clip": (lambda: PpoClip(), _ppo),
-    "dual_clip": (lambda: PpoClip(dual_clip=1.3), _dual),
-    "cispo": (lambda: Cispo(clip_low=0.2, clip_high=0.28), _cispo),
-    "gspo": (lambda: Gspo(clip_low=0.05, clip_high=0.1), _gspo),
-    "reinforce": (lambda: Reinforce(), _reinforce),
-    "topr": (lambda: Topr(), _topr),
-    "kimi15": (lambda: Kimi15(tau=0.3), _kimi),
+OBJECTIVES: dict[str, tuple[Objective, Reference]] = {
+    "ppo_clip": (PpoClip(), lambda e: surrogate(e.ratios(), e.a, 0.2, 0.28)),
+    "dual_clip": (PpoClip(dual_clip=1.3), _dual),
+    "cispo": (
+        Cispo(clip_low=0.2, clip_high=0.28),
+        lambda e: -e.ratios().detach().clamp(0.8, 1.28) * e.a * e.x,
+    ),
+    "gspo": (
+        Gspo(clip_low=0.05, clip_high=0.1),
+        lambda e: surrogate(e.means(e.x - e.behavior).exp(), e.a, 0.05, 0.1),
+    ),
+    "reinforce": (Reinforce(), lambda e: -e.a * e.x),
+    "topr": (Topr(), _topr),
+    "kimi15": (Kimi15(tau=0.3), _kimi),
+    "decoupled_ppo": (DecoupledPpo(clip=0.2, behavior_cap=1.2), _decoupled),
 }
-
-
-def tokens_of(
-    batch: Batch, logprobs: torch.Tensor, *, proximal_logprobs_T: torch.Tensor | None = None
-) -> RowTokens:
-    return make_tokens(
-        logprobs,
-        behavior_logprobs_T=torch.from_numpy(batch.behavior),
-        advantages_T=torch.from_numpy(batch.advantages),
-        mask_T=batch.mask,
-        sequence_ids_T=batch.ids,
-        proximal_logprobs_T=proximal_logprobs_T,
-    )
-
-
-def assert_matches(
-    losses_T: torch.Tensor, logprobs: torch.Tensor, batch: Batch, reference: Reference
-) -> None:
-    x0 = [float(v) for v in batch.logprobs]
-    expected = reference(x0, x0, batch)
-    found = losses_T[batch.tokens]
-    np.testing.assert_allclose(found.detach().double().numpy(), expected, rtol=1e-4, atol=1e-5)
-    found.sum().backward()
-    assert logprobs.grad is not None and torch.isfinite(logprobs.grad).all()
-    step = 1e-6
-    for t in range(len(x0)):
-        up, down = [*x0], [*x0]
-        up[t] += step
-        down[t] -= step
-        slope = (sum(reference(up, x0, batch)) - sum(reference(down, x0, batch))) / (2 * step)
-        assert float(logprobs.grad[t]) == pytest.approx(slope, rel=2e-3, abs=2e-3), t
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_objectives_and_their_gradients(name: str, seed: int) -> None:
-    build, reference = OBJECTIVES[name]
-    batch = Batch(seed)
-    logprobs = torch.from_numpy(batch.logprobs).clone().requires_grad_()
-    losses_T, sums = build()(tokens_of(batch, logprobs))
-    assert_matches(losses_T, logprobs, batch, reference)
-    assert all(0 <= float(value) <= len(batch.tokens) for value in sums.values())
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_decoupled_ppo_and_its_gradient(seed: int) -> None:
-    batch = Batch(seed)
-
-    def reference(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
-        losses = []
-        for t in b.tokens:
-            weight = math.exp(float(b.proximal[t]) - float(b.behavior[t]))
-            loss = surrogate(math.exp(x[t] - float(b.proximal[t])), float(b.advantages[t]), 0.2, 0.2)
-            losses.append(0.0 if weight > 1.2 else weight * loss)
-        return losses
-
-    logprobs = torch.from_numpy(batch.logprobs).clone().requires_grad_()
-    losses_T, sums = DecoupledPpo(clip=0.2, behavior_cap=1.2)(
-        tokens_of(batch, logprobs, proximal_logprobs_T=torch.from_numpy(batch.proximal))
-    )
-    assert_matches(losses_T, logprobs, batch, reference)
-    assert float(sums["objective/behavior_capped_share"]) > 0
+    objective, reference = OBJECTIVES[name]
+    row = random_row(seed)
+    losses_T, sums = objective(row)
+    e = exact(row)
+    expected = reference(e)
+    torch.testing.assert_close(losses_T[row.mask_T].double(), expected, rtol=1e-4, atol=1e-5)
+    (found,) = torch.autograd.grad(losses_T[row.mask_T].sum(), row.logprobs_T)
+    (gradient,) = torch.autograd.grad(expected.sum(), e.x)
+    torch.testing.assert_close(found[row.mask_T].double(), gradient, rtol=1e-3, atol=1e-4)
+    assert not found[~row.mask_T].any()
+    assert all(0 <= float(value) <= len(e.x) for value in sums.values())
 
 
 def one_sequence(ratios: Sequence[float], advantages: Sequence[float]) -> RowTokens:
@@ -221,33 +112,27 @@ def one_sequence(ratios: Sequence[float], advantages: Sequence[float]) -> RowTok
     )
 
 
+SIX = [0.5, 1.0, 1.25, 0.75, 1.2, 2.0]
+
+
 @pytest.mark.parametrize(
-    ("build", "advantages", "name", "expected"),
+    ("objective", "ratios", "advantages", "name", "expected"),
     [
-        (lambda: PpoClip(clip_low=0.2, clip_high=0.28), [1, 1, 1, -1, -1, 1], "clipped_share", 2),
-        (
-            lambda: PpoClip(clip_low=0.2, clip_high=0.28, dual_clip=1.5),
-            [0, 0, 0.5, -0.5, -2, -1],
-            "dual_clipped_share",
-            1,
-        ),
-        (lambda: Cispo(clip_low=0.2, clip_high=0.28), [1, -1, 1, 1, 1, 1], "clipped_share", 3),
-        (lambda: Topr(), [-1, -1, 0, 1, 1, -1], "tapered_share", 0),
+        (PpoClip(clip_low=0.2, clip_high=0.28), SIX, [1, 1, 1, -1, -1, 1], "clipped_share", 2),
+        (PpoClip(dual_clip=1.5), SIX, [0, 0, 0.5, -0.5, -2, -1], "dual_clipped_share", 1),
+        (Cispo(clip_low=0.2, clip_high=0.28), SIX, [1, -1, 1, 1, 1, 1], "clipped_share", 3),
+        (DecoupledPpo(behavior_cap=1.22), SIX, [1, 1, 1, -1, 1, -1], "behavior_capped_share", 2),
+        # Of whole sequences: the first became likelier.
+        (Topr(), SIX, [-1, -1, 0, 1, 1, -1], "tapered_share", 0),
+        (Topr(), [0.5, 0.5, 1.0], [-1, -1, -1], "tapered_share", 3),
     ],
 )
 def test_shares_count_the_tokens_they_name(
-    build: Callable[[], Objective], advantages: list[float], name: str, expected: int
+    objective: Objective, ratios: list[float], advantages: list[float], name: str, expected: int
 ) -> None:
-    """Of six tokens with the ratios 0.5, 1, 1.25, 0.75, 1.2, 2; the masked one counts nowhere."""
-    _, sums = build()(one_sequence([0.5, 1.0, 1.25, 0.75, 1.2, 2.0], advantages))
+    """A masked token of ratio 100 beside them counts nowhere."""
+    _, sums = objective(one_sequence(ratios, advantages))
     assert int(sums[f"objective/{name}"]) == expected
-
-
-def test_topr_tapers_sequences_that_became_less_likely() -> None:
-    tokens = one_sequence([0.5, 0.5, 1.0], [-1.0, -1.0, -1.0])
-    losses_T, sums = Topr()(tokens)
-    assert losses_T[:3].tolist() == pytest.approx([-0.25] * 3)
-    assert int(sums["objective/tapered_share"]) == 3
 
 
 def test_corrections_count_what_they_change() -> None:
@@ -271,65 +156,38 @@ def test_a_sequence_at_the_threshold_stays() -> None:
     )
     assert OffPolicySequenceMask(threshold=0.5)(tokens)[0].tolist() == [1.0, 1.0, 0.0]
     assert OffPolicySequenceMask(threshold=0.49)(tokens)[0].tolist() == [0.0, 0.0, 0.0]
-
-
-def test_no_advantage_is_no_reason_to_mask_a_sequence() -> None:
-    tokens = one_sequence([0.1, 0.1], [0.0, 0.0])
-    weights_T, sums = OffPolicySequenceMask(threshold=0.5)(tokens)
-    assert weights_T.tolist() == [1.0, 1.0, 0.0]
-    assert int(sums["correction/off_policy_masked_share"]) == 0
-
-
-def _level_ratio(batch: Batch, t: int, level: RatioLevel) -> float:
-    logs = [float(batch.logprobs[u]) - float(batch.behavior[u]) for u in batch.of(t)]
-    match level:
-        case "token":
-            return ratio([float(v) for v in batch.logprobs], batch, t)
-        case "sequence":
-            return math.exp(sum(logs))
-        case "geometric":
-            return math.exp(sum(logs) / len(logs))
+    without_advantage = one_sequence([0.1, 0.1], [0.0, 0.0])
+    assert OffPolicySequenceMask(threshold=0.5)(without_advantage)[0].tolist() == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("level", get_args(RatioLevel))
 @pytest.mark.parametrize("seed", range(3))
 def test_importance_weights(level: RatioLevel, seed: int) -> None:
-    batch = Batch(seed)
-    logprobs = torch.from_numpy(batch.logprobs).clone().requires_grad_()
-    truncated_T, _ = TruncatedIs(cap=1.1, level=level)(tokens_of(batch, logprobs))
-    masked_T, _ = MaskedIs(low=0.8, high=1.25, level=level)(tokens_of(batch, logprobs))
-    both_T, sums = product(
-        [TruncatedIs(cap=1.1, level=level), MaskedIs(low=0.8, high=1.25, level=level)],
-        tokens_of(batch, logprobs),
-    )
-    assert (
-        not truncated_T.requires_grad
-        and not truncated_T[~batch.mask].any()
-        and not masked_T[~batch.mask].any()
-    )
-    for t in batch.tokens:
-        r = _level_ratio(batch, t, level)
-        assert float(truncated_T[t]) == pytest.approx(min(r, 1.1), rel=1e-4)
-        assert float(masked_T[t]) == pytest.approx(r if 0.8 <= r <= 1.25 else 0.0, rel=1e-4)
+    row = random_row(seed)
+    truncate, cut = TruncatedIs(cap=1.1, level=level), MaskedIs(low=0.8, high=1.25, level=level)
+    (truncated_T, _), (masked_T, _) = truncate(row), cut(row)
+    both_T, sums = product([truncate, cut], row)
+    assert not truncated_T.requires_grad
+    assert not truncated_T[~row.mask_T].any() and not masked_T[~row.mask_T].any()
+    e = exact(row)
+    logs = (e.x - e.behavior).detach()
+    ratios = {"token": logs, "sequence": e.own @ logs, "geometric": e.means(logs)}[level].exp()
+    torch.testing.assert_close(truncated_T[row.mask_T].double(), ratios.clamp(max=1.1), rtol=1e-4, atol=0)
+    kept = ratios.where((ratios >= 0.8) & (ratios <= 1.25), 0.0)
+    torch.testing.assert_close(masked_T[row.mask_T].double(), kept, rtol=1e-4, atol=0)
     torch.testing.assert_close(both_T, truncated_T * masked_T)
     assert set(sums) == {"correction/truncated_share", "correction/masked_share"}
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_off_policy_sequences_are_masked(seed: int) -> None:
-    batch = Batch(seed)
-    weights_T, sums = OffPolicySequenceMask(threshold=0.05)(
-        tokens_of(batch, torch.from_numpy(batch.logprobs))
-    )
-    dropped = 0
-    for sequence in batch.sequences:
-        gaps = [float(batch.behavior[t]) - float(batch.logprobs[t]) for t in sequence]
-        is_dropped = (
-            bool(sequence) and float(batch.advantages[sequence[0]]) < 0 and sum(gaps) / len(gaps) > 0.05
-        )
-        dropped += len(sequence) * is_dropped
-        assert all(float(weights_T[t]) == 1.0 - is_dropped for t in sequence)
-    assert int(sums["correction/off_policy_masked_share"]) == dropped
+    row = random_row(seed)
+    weights_T, sums = OffPolicySequenceMask(threshold=0.05)(row)
+    e = exact(row)
+    is_dropped = (e.a < 0) & (e.means(e.behavior - e.x) > 0.05)
+    assert torch.equal(weights_T[row.mask_T] == 0.0, is_dropped)
+    assert torch.equal(weights_T[row.mask_T] == 1.0, ~is_dropped)
+    assert int(sums["correction/off_policy_masked_share"]) == is_dropped.sum()
 
 
 def test_kl_estimates() -> None:
@@ -362,58 +220,29 @@ def test_estimates_of_tokens_masked_out_are_0(estimator: KlEstimator) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_aggregations_of_a_batch_and_of_its_pieces(seed: int) -> None:
-    batch = Batch(seed)
-    values = torch.from_numpy(np.random.default_rng(seed).normal(size=len(batch.ids)).astype(np.float32))
-    counted = [s for s in batch.sequences if s]
-    sums = [sum(float(values[t]) for t in s) for s in counted]
-    means = [total / len(s) for total, s in zip(sums, counted, strict=True)]
+    row = random_row(seed)
+    values_T = torch.from_numpy(np.random.default_rng(seed).normal(size=len(row.mask_T)).astype(np.float32))
+    ids_T = row.sequence_ids_T[row.mask_T]
+    of_sequences = [values_T[row.mask_T][ids_T == one].double() for one in ids_T.unique()]
+    total, num = sum(values.sum() for values in of_sequences), len(of_sequences)
     expected = {
-        TokenMean(): sum(sums) / len(batch.tokens),
-        SequenceMeanOfTokenMean(): sum(means) / len(means),
-        SequenceMeanOfTokenSum(): sum(sums) / len(sums),
-        ConstantLength(length=50): sum(sums) / 50 / len(sums),
+        TokenMean(): total / row.mask_T.sum(),
+        SequenceMeanOfTokenMean(): sum(values.mean() for values in of_sequences) / num,
+        SequenceMeanOfTokenSum(): total / num,
+        ConstantLength(length=50): total / 50 / num,
     }
     # Pieces of whole sequences, uneven, one of them empty.
-    parts = [torch.isin(batch.ids, torch.tensor(ids)) for ids in ([0, 7], [14, 21, 28], [35], [99])]
+    parts = [torch.isin(row.sequence_ids_T, torch.tensor(ids)) for ids in ([0, 7], [14, 21, 28], [35], [99])]
+    pieces = [{"mask_T": row.mask_T[part], "sequence_ids_T": row.sequence_ids_T[part]} for part in parts]
     for aggregate, number in expected.items():
-        whole = aggregate(values_T=values, mask_T=batch.mask, sequence_ids_T=batch.ids)
-        assert float(whole) == pytest.approx(number, rel=1e-5, abs=1e-6)
-        total = sum(aggregate.count(batch.mask[part], batch.ids[part]) for part in parts)
-        pieces = sum(
-            float(
-                aggregate(
-                    values_T=values[part],
-                    mask_T=batch.mask[part],
-                    sequence_ids_T=batch.ids[part],
-                    total=total,
-                )
-            )
-            for part in parts
+        whole = aggregate(values_T=values_T, mask_T=row.mask_T, sequence_ids_T=row.sequence_ids_T)
+        assert float(whole) == pytest.approx(float(number), rel=1e-5, abs=1e-6)
+        count = sum(aggregate.count(*piece.values()) for piece in pieces)
+        found = sum(
+            float(aggregate(values_T=values_T[part], total=count, **piece))
+            for part, piece in zip(parts, pieces, strict=True)
         )
-        assert pieces == pytest.approx(number, rel=1e-6, abs=1e-6)
-
-
-def test_a_sequence_of_weight_three_counts_like_three_of_it() -> None:
-    values = torch.tensor([1.0, -2.0, 4.0, 8.0, -16.0, 32.0])
-    mask = torch.tensor([True, True, True, False, True, True])
-    ids = torch.tensor([0, 0, 1, 1, 1, 2])
-    weights = torch.tensor([3.0, 3.0, 1.0, 1.0, 1.0, 1.0])
-    again = [0, 1, 0, 1]
-    thrice = {
-        "values_T": torch.cat([values, values[again]]),
-        "mask_T": torch.cat([mask, mask[again]]),
-        "sequence_ids_T": torch.cat([ids, torch.tensor([3, 3, 4, 4])]),
-    }
-    for aggregate in (
-        TokenMean(),
-        SequenceMeanOfTokenMean(),
-        SequenceMeanOfTokenSum(),
-        ConstantLength(length=7),
-    ):
-        weighted = aggregate(values_T=values, mask_T=mask, sequence_ids_T=ids, weights_T=weights)
-        torch.testing.assert_close(weighted, aggregate(**thrice))
-        ones = aggregate(values_T=values, mask_T=mask, sequence_ids_T=ids, weights_T=torch.ones(6))
-        assert torch.equal(ones, aggregate(values_T=values, mask_T=mask, sequence_ids_T=ids))
+        assert found == pytest.approx(float(number), rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -431,9 +260,3 @@ def test_a_sequence_of_weight_three_counts_like_three_of_it() -> None:
 def test_bad_parameters_are_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
-
-
-def test_a_constant_length_may_be_one_token() -> None:
-    values_T, mask_T = torch.tensor([3.0, 4.0]), torch.tensor([True, True])
-    whole = ConstantLength(length=1)(values_T=values_T, mask_T=mask_T, sequence_ids_T=torch.tensor([0, 1]))
-    assert float(whole) == 3.5

@@ -9,22 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config import (
-    ADAPTABLE,
-    EXPERT_TARGETS,
-    GeneratorSection,
-    LoraSection,
-    SamplingSection,
-)
+from forgeasync.config import ADAPTABLE, EXPERT_TARGETS, GeneratorSection, LoraSection, SamplingSection
 from forgeasync.rollouts import Rollout
 from forgeasync.testing import write_tiny_model
-from tests.support.engines import (
-    assert_logprobs,
-    assert_routing,
-    expected,
-    nothing_to_fetch,
-    start_engine,
-)
+from tests.support.engines import assert_logprobs, assert_routing, expected, nothing_to_fetch, start_engine
 from tests.support.gpu_runner import run_on_gpu_runner
 from tests.support.peft_adapters import random_adapter, write_merged
 from tests.support.processes import ProcessFailed, run_alone
@@ -46,11 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def sample_before_and_after(
-    folder: Path,
-    lora: LoraSection,
-    adapter: dict[str, torch.Tensor],
-    out: Path,
-    modules: list[str] | None,
+    folder: Path, lora: LoraSection, adapter: dict[str, torch.Tensor], out: Path, modules: list[str] | None
 ) -> tuple[list[Rollout], list[Rollout]]:
     """Rollouts of an engine at version 0 and at version 1, which has the adapter.
 

@@ -5,8 +5,6 @@ import importlib
 import inspect
 import textwrap
 
-import pytest
-
 
 def resolve(name: str) -> type:
     module, _, attribute = name.rpartition(".")
@@ -40,22 +38,6 @@ def test_our_extension_hides_nothing_of_the_gpu_worker() -> None:
     assert not extension & worker
 
 
-def test_the_extension_has_every_method_that_engines_call() -> None:
-    from forgeasync.generator import GPU_WORKER_EXTENSION, engine_weights
-
-    source = inspect.getsource(engine_weights)
-    called = {
-        node.args[0].value
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("_call", "collective_rpc")
-        and isinstance(node.args[0], ast.Constant)
-    }
-    assert {"trace_weights", "connect_weights", "swap_weights"} <= called
-    assert called <= attributes_of(resolve(GPU_WORKER_EXTENSION))
-
-
 def test_the_runner_of_these_tests_is_the_gpus() -> None:
     """The CPU build's subclass has a method for warming up and nothing else of its own."""
     path = resolve("vllm.v1.worker.cpu.model_runner.CPUModelRunner").__module__
@@ -63,12 +45,3 @@ def test_the_runner_of_these_tests_is_the_gpus() -> None:
     (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
     assert [base.id for base in cls.bases] == ["GPUModelRunner"]
     assert [node.name for node in cls.body if isinstance(node, ast.FunctionDef)] == ["warming_up_model"]
-
-
-@pytest.mark.parametrize("name", ["experts", "gate_proj"])
-def test_experts_are_wrapped_by_their_layers_name_only(name: str) -> None:
-    from vllm.lora.utils import is_in_target_modules
-
-    packed = {"experts": [f"experts.{e}.{p}_proj" for e in range(2) for p in ("gate", "down", "up")]}
-    layer = "model.layers.0.mlp.experts"
-    assert is_in_target_modules(layer, [name], packed) == (name == "experts")

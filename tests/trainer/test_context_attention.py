@@ -4,9 +4,9 @@ The kernel is a stand-in for FlashAttention's (tests/support/varlen_kernel.py). 
 ranks is part of tests/trainer/test_layouts.py.
 """
 
+import functools
 import importlib
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -33,12 +33,7 @@ def gradients(out: torch.Tensor, inputs: Tensors) -> Tensors:
     return torch.autograd.grad(out, inputs, grad)
 
 
-def inputs_of(
-    positions_BL: torch.Tensor, *, num_kv_heads: int = 2, value_size: int = HEAD_SIZE, **options: object
-) -> Tensors:
-    return random_inputs(
-        positions_BL, num_kv_heads=num_kv_heads, head_size=HEAD_SIZE, value_size=value_size, **options
-    )
+inputs_of = functools.partial(random_inputs, num_kv_heads=2, head_size=HEAD_SIZE, value_size=HEAD_SIZE)
 
 
 def in_parts(inputs: Tensors, positions_BL: torch.Tensor, num_parts: int) -> torch.Tensor:
@@ -46,33 +41,16 @@ def in_parts(inputs: Tensors, positions_BL: torch.Tensor, num_parts: int) -> tor
     attention = ContextAttention(ContextAttention.Config())
     q_BLNH, k_BLNH, v_BLNH = inputs
     width = positions_BL.shape[1] // num_parts
-    outs = []
-    for start in range(0, positions_BL.shape[1], width):
+    is_gqa, outs = k_BLNH.shape[2] != NUM_HEADS, []
+    for start, q_part in zip(range(0, positions_BL.shape[1], width), q_BLNH.split(width, 1), strict=True):
         masks = part_metadata(positions_BL.numpy(), start=start, stop=start + width, device="cpu")
-        outs.append(
-            attention(
-                q_BLNH[:, start : start + width],
-                k_BLNH,
-                v_BLNH,
-                attention_masks=masks,
-                enable_gqa=k_BLNH.shape[2] != NUM_HEADS,
-            )
-        )
+        outs.append(attention(q_part, k_BLNH, v_BLNH, attention_masks=masks, enable_gqa=is_gqa))
     return torch.cat(outs, dim=1)
 
 
-def check(
-    rows: list[list[int]],
-    *,
-    num_parts: int,
-    num_kv_heads: int = 2,
-    scale: float = 1.0,
-    value_size: int = HEAD_SIZE,
-) -> None:
+def check(rows: list[list[int]], *, num_parts: int, scale: float = 1.0, **options: int) -> None:
     positions_BL = packed_positions(rows)
-    inputs = inputs_of(
-        positions_BL, num_kv_heads=num_kv_heads, scale=scale, dtype=torch.float64, value_size=value_size
-    )
+    inputs = inputs_of(positions_BL, scale=scale, dtype=torch.float64, **options)
     out, reference = in_parts(inputs, positions_BL, num_parts), masked_attention(inputs, positions_BL)
     torch.testing.assert_close(out, reference, atol=1e-9 * scale**2, rtol=0)
     ours, theirs = gradients(out, inputs), gradients(reference, inputs)
@@ -88,13 +66,7 @@ def test_sequences_of_any_lengths(lengths: list[int], num_parts: int) -> None:
 
 @pytest.mark.parametrize(
     "rows",
-    [
-        [[64]],
-        [[16, 16, 16, 16]],
-        [[20, 3, 41], [64], [1, 31, 16, 16]],
-        [[10, 54]],
-        [[1] * 64],
-    ],
+    [[[64]], [[16, 16, 16, 16]], [[20, 3, 41], [64], [1, 31, 16, 16]], [[10, 54]], [[1] * 64]],
     ids=["one sequence", "borders of parts", "several rows", "mostly padding", "single tokens"],
 )
 @pytest.mark.parametrize("num_kv_heads", [1, 2, NUM_HEADS])
@@ -131,29 +103,3 @@ def test_nothing_is_cast() -> None:
     positions_BL = packed_positions([[20, 44]])
     for dtype in (torch.float32, torch.bfloat16):
         assert in_parts(inputs_of(positions_BL, dtype=dtype), positions_BL, 2).dtype == dtype
-
-
-@pytest.mark.parametrize(
-    ("part", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "first"),
-    [
-        # Sequences of 6, 9 and 1 tokens: all of the first, and two tokens of the second.
-        ((0, 8), [0, 6, 8], [0, 6, 8], 6, 6, 0),
-        # The last 7 of the second with all of its 9 keys; and the third, which begins here.
-        ((8, 16), [0, 7, 8], [0, 9, 10], 7, 9, 6),
-        # From the middle to the middle of one sequence.
-        ((8, 12), [0, 4], [0, 6], 4, 6, 6),
-    ],
-)
-def test_offsets_by_hand(
-    part: tuple[int, int], cu_seq_q: list[int], cu_seq_k: list[int], max_q: int, max_k: int, first: int
-) -> None:
-    found = part_metadata(packed_positions([[6, 9, 1]]).numpy(), start=part[0], stop=part[1], device="cpu")
-    assert found.cu_seq_q.dtype == found.cu_seq_k.dtype == torch.int32
-    assert found.cu_seq_q.tolist() == cu_seq_q
-    assert found.cu_seq_k.tolist() == cu_seq_k
-    assert (found.max_q, found.max_k, found.key_starts_B, found.key_stop) == (max_q, max_k, (first,), part[1])
-
-
-def test_a_row_must_begin_with_a_sequence() -> None:
-    with pytest.raises(AssertionError, match="begins with a sequence"):
-        part_metadata(np.arange(1, 9)[None], start=0, stop=4, device="cpu")

