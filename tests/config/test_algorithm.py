@@ -116,19 +116,15 @@ def test_a_bad_part_is_explained(config_file: Path, override: str, words: list[s
 def test_an_advantage_is_read_by_its_name_or_as_a_section(
     config_file: Path, tmp_path: Path, overrides: list[str], advantage: object
 ) -> None:
-    config = load_config(config_file, overrides)
+    config = load_config(config_file, [*overrides, "algorithm.kl={estimator: k3, coefficient: 0.1}"])
     assert config.algorithm.advantage == advantage and config.algorithm.pass_at_k is None
+    assert config.algorithm.kl is not None and config.algorithm.kl.estimator == K3()
+    dumped = config.algorithm.model_dump(mode="json")
+    assert dumped["kl"]["estimator"] == "k3", "a kind without other keys is written as its name"
+    assert (dumped["advantage"] == "grpo") is (advantage == Grpo())
     (tmp_path / "dumped.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "dumped.yaml") == config
     assert load_config(tmp_path / "dumped.yaml", ["algorithm.advantage=grpo"]).algorithm.advantage == Grpo()
-
-
-def test_a_kind_without_other_keys_is_written_as_its_name(config_file: Path) -> None:
-    overrides = ["algorithm.kl={estimator: k3, coefficient: 0.1}"]
-    algorithm = load_config(config_file, overrides).algorithm
-    assert algorithm.kl is not None and algorithm.kl.estimator == K3()
-    dumped = algorithm.model_dump(mode="json")
-    assert dumped["advantage"] == "grpo" and dumped["kl"]["estimator"] == "k3"
 
 
 def test_reading_a_config_loads_neither_torch_nor_numpy() -> None:

@@ -36,7 +36,9 @@ def _config(**generator: object) -> RunConfig:
 
 def test_experts_are_dealt_out_whole() -> None:
     config = _config(tensor_parallel=2, expert_parallel=True)
-    assert check_config(config, MOE) == []
+    assert check_config(config, MOE) == [] == list(check_gpus(config, 8))
+    message = only(list(check_gpus(config, 0)))
+    assert "generator.expert_parallel" in message and "without GPUs" in message
     # Slices of 33 would not be equal; whole experts are not sliced.
     odd = dataclasses.replace(MOE, expert_hidden_size=33)
     assert check_config(config, odd) == []
@@ -82,34 +84,25 @@ def test_roles_that_share_gpus_need_as_many_as_the_larger_one() -> None:
     assert "6 GPUs (the larger of 3 x 2 and 2)" in message and "share_gpu" not in message
 
 
-def test_expert_parallelism_is_refused_on_cpus() -> None:
-    config = _config(tensor_parallel=2, expert_parallel=True)
-    assert list(check_gpus(config, 8)) == []
-    message = only(list(check_gpus(config, 0)))
-    assert "generator.expert_parallel" in message and "without GPUs" in message
+LORA = "lora={rank: 12, alpha: 24, targets: [q_proj, down_proj]}"
+FLOAT32 = "generator.dtype=float32"
 
 
-def test_what_attention_on_gpus_cannot_compute_is_refused() -> None:
-    files = [CONFIGS / "qwen3_30b_a3b.yaml", CONFIGS / "launchers" / "slurm.yaml"]
-    override, words = "trainer.dtype=float32", "trainer.dtype = 'float32': must be bfloat16 on GPUs"
-    assert not [problem for problem in check_launcher(load_config(files))]
-    assert words in only(list(check_launcher(load_config(files, [override]))))
-    here = load_config(files[0], [override])
-    assert words in only(list(check_gpus(here, 32))) and not list(check_gpus(here, 0))
-
-
-def test_context_parallelism_on_gpus_is_allowed() -> None:
-    files = [CONFIGS / "qwen3_30b_a3b.yaml", CONFIGS / "launchers" / "slurm.yaml"]
-    config = load_config(files, ["trainer.parallel.context=2"])
-    assert not list(check_launcher(config)) and not list(check_gpus(config, 32))
-
-
-def test_adapters_in_float32_are_refused_on_gpus() -> None:
-    files = [CONFIGS / "qwen3_30b_a3b.yaml", CONFIGS / "launchers" / "slurm.yaml"]
-    lora = "lora={rank: 12, alpha: 24, targets: [q_proj, down_proj]}"
-    words = "generator.dtype = 'float32': must be bfloat16 on GPUs with a lora section"
-    assert not list(check_launcher(load_config(files, [lora])))
-    assert not list(check_launcher(load_config(files, ["generator.dtype=float32"])))
-    assert words in only(list(check_launcher(load_config(files, [lora, "generator.dtype=float32"]))))
-    here = load_config(files[0], [lora, "generator.dtype=float32"])
-    assert words in only(list(check_gpus(here, 32))) and not list(check_gpus(here, 0))
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.dtype=float32"], "trainer.dtype = 'float32': must be bfloat16 on GPUs"),
+        ([LORA, FLOAT32], "generator.dtype = 'float32': must be bfloat16 on GPUs with a lora section"),
+        ([], None),
+        (["trainer.parallel.context=2"], None),
+        ([LORA], None),
+        ([FLOAT32], None),
+    ],
+)
+def test_what_gpus_cannot_compute_is_refused(overrides: list[str], words: str | None) -> None:
+    file, overlay = CONFIGS / "qwen3_30b_a3b.yaml", CONFIGS / "launchers" / "slurm.yaml"
+    here = load_config(file, overrides)
+    there = load_config([file, overlay], overrides)
+    for problems in (list(check_launcher(there)), list(check_gpus(here, 32))):
+        assert problems == [] if words is None else words in only(problems)
+    assert list(check_gpus(here, 0)) == [], "CPU processes"

@@ -102,11 +102,8 @@ print(json.dumps({
     "rules": [str(one) for one in check_without_model(config)],
     "problems": [str(one) for one in check_environment(config.environment)],
     "score": outcome.agents[0].score.value,
-    "environment": config.environment.model_dump(mode="json"),
+    "config": config.model_dump(mode="json"),
     "is_same": type(config).model_validate(config.model_dump(mode="json")) == config,
-    "reward": config.data.reward.model_dump(mode="json"),
-    "source": config.data.source.model_dump(mode="json"),
-    "transport": config.weights.transport.model_dump(mode="json"),
 }))
 """
 
@@ -144,16 +141,15 @@ def test_the_kinds_of_an_installed_package_are_those_of_a_config(site: Path, tra
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["problems"] == [] and said["score"] == 0.5
-    forms = {
-        "environment": ("guessing.Guessing", {"worth": 0.5}),
-        "reward": ("guessing.brevity", {"most": 5}),
-        "source": ("guessing.sums", {"num": 600}),
-        "transport": ("guessing.Pigeons", {}),
-    }
-    for section, (factory, options) in forms.items():
-        found = said[section]
-        assert (found["kind"], found["factory"], found["options"]) == ("python", factory, options), section
-    assert said["reward"]["weight"] == 2.0, "a key of all rewards"
+    config = said["config"]
+    for found, factory, options in (
+        (config["environment"], "guessing.Guessing", {"worth": 0.5}),
+        (config["data"]["reward"], "guessing.brevity", {"most": 5}),
+        (config["data"]["source"], "guessing.sums", {"num": 600}),
+        (config["weights"]["transport"], "guessing.Pigeons", {}),
+    ):
+        assert (found["kind"], found["factory"], found["options"]) == ("python", factory, options)
+    assert config["data"]["reward"]["weight"] == 2.0, "a key of all rewards"
 
 
 def test_a_kind_can_bring_a_section_that_checks_and_builds_itself(site: Path) -> None:
@@ -161,7 +157,9 @@ def test_a_kind_can_bring_a_section_that_checks_and_builds_itself(site: Path) ->
     done = use(site, twice, *KINDS[1:], "weights.transport={kind: pigeons}", "max_steps=20000")
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
-    assert said["environment"] == {"kind": "twice", "worth": 3.0, "names": ["a"]} and said["is_same"]
+    assert (
+        said["config"]["environment"] == {"kind": "twice", "worth": 3.0, "names": ["a"]} and said["is_same"]
+    )
     assert said["score"] == 6.0
     assert "max_steps = 20000: is too much for twice" in said["rules"]
     assert said["problems"] == ["environment.names = ('a',): sandbox bubblewrap"]

@@ -22,7 +22,6 @@ from forgeasync.controller import check
 from forgeasync.schema import ConfigError, Problem, refuse
 from tests.support.config_samples import CONFIGS, only
 
-TAKES = "row"
 GOOD = "-row.advantages_T * row.logprobs_T"
 
 
@@ -33,12 +32,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write_loss(folder: Path, name: str, body: str, *, takes: str = TAKES) -> str:
+def write_loss(folder: Path, body: str, *, takes: str = "row") -> str:
     """A module with a factory ``loss`` whose objective has this body; the factory's path."""
     lines = textwrap.indent(textwrap.dedent(body), " " * 8)
     source = f"import torch\ndef loss():\n    def objective({takes}):\n{lines}\n    return objective\n"
-    (folder / f"{name}.py").write_text(source)
-    return f"{name}.loss"
+    # Each test has a folder of its own name, so no module is another test's.
+    (folder / f"{folder.name}.py").write_text(source)
+    return f"{folder.name}.loss"
 
 
 def problems(factory: str, part: str = "objective", **others: object) -> list[Problem]:
@@ -52,79 +52,50 @@ def problems(factory: str, part: str = "objective", **others: object) -> list[Pr
     return [refuse(section, *refusal) for refusal in check_own_code(section)]
 
 
-@pytest.mark.parametrize(
-    "factory",
-    [
-        "forgeasync.algorithms.objectives.PpoClip",
-        "forgeasync.algorithms.objectives.Gspo",
-        "forgeasync.algorithms.objectives.Topr",
-        "forgeasync.algorithms.objectives.Reinforce",
-        "forgeasync.algorithms.objectives.Supervised",
-    ],
-)
-def test_sound_objectives_pass(factory: str) -> None:
-    assert problems(factory) == []
+@pytest.mark.parametrize("name", ["PpoClip", "Gspo", "Topr", "Reinforce", "Supervised"])
+def test_sound_objectives_pass(name: str) -> None:
+    assert problems(f"forgeasync.algorithms.objectives.{name}") == []
 
 
 def test_an_objective_with_sums_as_numbers_passes(folder: Path) -> None:
-    factory = write_loss(
-        folder, "trial_good", f"return {GOOD}, {{'objective/ones': float(row.mask_T.sum())}}"
-    )
+    factory = write_loss(folder, f"return {GOOD}, {{'objective/ones': float(row.mask_T.sum())}}")
     assert problems(factory) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "body", "words"),
+    ("body", "words"),
     [
-        ("scalar", f"return ({GOOD}).mean(), {{}}", ["shape [] on 8 tokens", "must be [8]"]),
-        ("bare", f"return ({GOOD}).mean()", ["returned a Tensor of shape []", "(losses_T, sums)"]),
-        ("bare_t", f"return {GOOD}", ["returned a Tensor of shape [8]", "(losses_T, sums)"]),
-        ("three", f"return {GOOD}, {{}}, 1", ["a tuple of 3", "(losses_T, sums)"]),
-        ("column", f"return ({GOOD})[:, None], {{}}", ["shape [8, 1]", "must be [8]"]),
-        ("masked", f"return ({GOOD})[row.mask_T], {{}}", ["shape [7]", "must be [8]"]),
-        ("number", "return 1.0, {}", ["losses are a float"]),
-        ("int", "return row.mask_T.long(), {}", ["torch.int64", "floating-point"]),
-        ("nan", f"return ({GOOD}) / 0.0 * 0.0, {{}}", ["losses are [nan", "finite where mask_T"]),
-        ("inf", f"return ({GOOD}) / 0.0, {{}}", ["inf", "finite where mask_T"]),
-        (
-            "root",
-            "return (row.logprobs_T - row.behavior_logprobs_T).abs().sqrt(), {}",
-            ["gradient", "nan", "finite"],
-        ),
-        ("detached", f"return ({GOOD}).detach(), {{}}", ["no gradient reaches logprobs_T"]),
-        (
-            "behavior",
-            "return -row.advantages_T * row.behavior_logprobs_T, {}",
-            ["no gradient reaches logprobs_T"],
-        ),
-        ("zero", f"return 0.0 * ({GOOD}), {{}}", ["is 0 for every token"]),
-        ("sums", f"return {GOOD}, [1]", ["sums are a list"]),
-        ("names", f"return {GOOD}, {{1: row.mask_T.sum()}}", ["key 1", "names of metrics"]),
-        (
-            "vector",
-            f"return {GOOD}, {{'objective/x': row.mask_T}}",
-            ["'objective/x' has shape [8]", "scalar"],
-        ),
-        ("text", f"return {GOOD}, {{'objective/x': 'y'}}", ["'objective/x' is a str"]),
-        (
-            "mean",
-            f"return {GOOD}, {{'objective/x': row.logprobs_T.mean()}}",
-            ["is nan on a row without tokens"],
-        ),
-        ("empty", f"row.logprobs_T.max()\nreturn {GOOD}, {{}}", ["raised", "a row without tokens"]),
-        ("raises", "raise KeyError('gone')", ["raised KeyError: 'gone' on 8 made-up tokens"]),
+        (f"return ({GOOD}).mean(), {{}}", r"shape \[\] on 8 tokens.*must be \[8\]"),
+        (f"return ({GOOD}).mean()", r"returned a Tensor of shape \[\].*\(losses_T, sums\)"),
+        (f"return {GOOD}", r"returned a Tensor of shape \[8\].*\(losses_T, sums\)"),
+        (f"return {GOOD}, {{}}, 1", r"a tuple of 3.*\(losses_T, sums\)"),
+        (f"return ({GOOD})[:, None], {{}}", r"shape \[8, 1\].*must be \[8\]"),
+        (f"return ({GOOD})[row.mask_T], {{}}", r"shape \[7\].*must be \[8\]"),
+        ("return 1.0, {}", r"losses are a float"),
+        ("return row.mask_T.long(), {}", r"torch\.int64.*floating\-point"),
+        (f"return ({GOOD}) / 0.0 * 0.0, {{}}", r"losses are \[nan.*finite where mask_T"),
+        (f"return ({GOOD}) / 0.0, {{}}", r"inf.*finite where mask_T"),
+        ("return (row.logprobs_T - row.behavior_logprobs_T).abs().sqrt(), {}", r"gradient.*nan.*finite"),
+        (f"return ({GOOD}).detach(), {{}}", r"no gradient reaches logprobs_T"),
+        ("return -row.advantages_T * row.behavior_logprobs_T, {}", r"no gradient reaches logprobs_T"),
+        (f"return 0.0 * ({GOOD}), {{}}", r"is 0 for every token"),
+        (f"return {GOOD}, [1]", r"sums are a list"),
+        (f"return {GOOD}, {{1: row.mask_T.sum()}}", r"key 1.*names of metrics"),
+        (f"return {GOOD}, {{'objective/x': row.mask_T}}", r"'objective/x' has shape \[8\].*scalar"),
+        (f"return {GOOD}, {{'objective/x': 'y'}}", r"'objective/x' is a str"),
+        (f"return {GOOD}, {{'objective/x': row.logprobs_T.mean()}}", r"is nan on a row without tokens"),
+        (f"row.logprobs_T.max()\nreturn {GOOD}, {{}}", r"raised.*a row without tokens"),
+        ("raise KeyError('gone')", r"raised KeyError: 'gone' on 8 made-up tokens"),
     ],
 )
-def test_what_would_spoil_a_run_is_refused(folder: Path, name: str, body: str, words: list[str]) -> None:
-    factory = write_loss(folder, f"trial_{name}", body)
+def test_what_would_spoil_a_run_is_refused(folder: Path, body: str, words: str) -> None:
+    factory = write_loss(folder, body)
     message = only(problems(factory))
-    assert message.startswith(f"objective.factory = '{factory}': ")
-    for word in words:
-        assert word in message
+    assert re.match(rf"objective.factory = '{factory}': .*{words}", message)
 
 
 def test_wrong_parameters_and_factories_that_fail(folder: Path) -> None:
-    factory = write_loss(folder, "trial_keywords", "return 0", takes="row, logprobs")
+    factory = write_loss(folder, "return 0", takes="row, logprobs")
     message = only(problems(factory))
     assert "missing 1 required positional argument: 'logprobs'" in message
     (folder / "trial_factory.py").write_text("def f():\n    return 3\n\ndef g():\n    raise OSError('no')\n")
@@ -134,7 +105,7 @@ def test_wrong_parameters_and_factories_that_fail(folder: Path) -> None:
 
 def test_the_check_of_a_run_tries_it(folder: Path) -> None:
     """What --dry-run and a start both begin with."""
-    factory = write_loss(folder, "trial_of_run", f"return ({GOOD}).sum(), {{}}")
+    factory = write_loss(folder, f"return ({GOOD}).sum(), {{}}")
     override = f"algorithm.objective={{kind: python, factory: {factory}}}"
     config = load_config(CONFIGS / "tiny_moe_cpu.yaml", ["model.path=nowhere", override])
     with pytest.raises(ConfigError) as caught:
@@ -308,7 +279,7 @@ def test_the_examples_in_the_docstrings_work(folder: Path) -> None:
 @pytest.mark.parametrize("column", ["ref_logprobs_T", "proximal_logprobs_T"])
 def test_columns_that_the_run_will_not_have_are_missed_before_it(folder: Path, column: str) -> None:
     body = f"return -row.advantages_T * (row.logprobs_T - row.{column}), {{}}"
-    factory = write_loss(folder, f"columns_{column}", body)
+    factory = write_loss(folder, body)
     assert "NoneType" in only(problems(factory))
     kl = {"estimator": "k3", "coefficient": 0.1}
     assert len(problems(factory, kl=kl)) == (0 if column == "ref_logprobs_T" else 1)
@@ -330,16 +301,3 @@ def test_an_objective_that_asks_for_proximal_logprobs_is_tried_with_and_without(
     )
     assert "NoneType" in only(problems("proximal.Careless"))
     assert problems("proximal.Careful") == []
-
-
-def test_a_missing_or_unknown_option_is_named(folder: Path) -> None:
-    (folder / "wide.py").write_text(
-        "import forgeasync as fa\n"
-        "class Wide(fa.Objective):\n"
-        "    width: float\n"
-        "    def __call__(self, row): return -self.width * row.advantages_T * row.logprobs_T, {}\n"
-    )
-    own = {"kind": "python", "factory": "wide.Wide", "options": {"wdith": 2.0}}
-    section = AlgorithmSection(objective=own, group_size=4, groups_per_step=2)
-    ((_, remedy),) = check_own_code(section)
-    assert "options lacks 'width', options.wdith is none of its arguments" in remedy

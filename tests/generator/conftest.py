@@ -1,11 +1,14 @@
-"""Models that many tests of engines share."""
+"""Models, prompts and a witness that many tests of engines share."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from forgeasync.generator import SequenceReader
 from forgeasync.testing import write_tiny_model
 
 
@@ -19,9 +22,41 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="session")
+def tokenizer(folders: list[Path]) -> PreTrainedTokenizerBase:
+    """One token per character."""
+    return AutoTokenizer.from_pretrained(folders[0])
+
+
+@pytest.fixture(scope="session")
+def reader(tokenizer: PreTrainedTokenizerBase) -> SequenceReader:
+    return SequenceReader(tokenizer=tokenizer, vocab_size=len(tokenizer), num_experts=300, num_dense_layers=0)
+
+
+@pytest.fixture(scope="session")
 def models(folders: list[Path]) -> dict[int, torch.nn.Module]:
     """transformers' models of the folders, by version."""
     return {
         version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for version, folder in enumerate(folders)
     }
+
+
+def make_prompts(vocab_size: int, lengths: Sequence[int], *, num_shared: int) -> list[np.ndarray]:
+    """Prompts of these lengths, and some that share a cache block of 128 tokens."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(3, vocab_size, 128)
+    prompts = [rng.integers(3, vocab_size, length) for length in lengths]
+    prompts += [np.concatenate([shared, rng.integers(3, vocab_size, 2 + i)]) for i in range(num_shared)]
+    return [prompt.astype(np.int32) for prompt in prompts]
+
+
+def collected(holder: object, method: str) -> list[object]:
+    """What a method answers from now on."""
+    answers, ask = [], getattr(holder, method)
+
+    def collect(*arguments: object, **keywords: object) -> object:
+        answers.append(ask(*arguments, **keywords))
+        return answers[-1]
+
+    setattr(holder, method, collect)
+    return answers

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from forgeasync.config import GeneratorSection, Interruption, SamplingSection, WeightsSection
-from forgeasync.generator import GroupCancelled, SwapReport
+from forgeasync.generator import SwapReport
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import EpisodeId, FinishReason, Rollout, SampledTurn, check_rollout
 from tests.support.engines import (
@@ -53,11 +53,6 @@ class Observed:
     """Other weights came between the turns."""
     resumed: list[Rollout]
     """Other weights came within the first turn, which ended and was resumed, and again within the second."""
-    single: Rollout
-    """One turn, and the same by ``generate`` with the same seed."""
-    generated: Rollout
-    revealed: list[Rollout]
-    """Each turn under weights that make a token of its version certain."""
     progress: list[SwapReport]
     """Of the update between the turns of ``between`` and of one within their second turns."""
     cancelled: list[str]
@@ -77,17 +72,17 @@ async def _observe(folders: list[Path]) -> Observed:
         given: list[np.ndarray],
         *,
         after: int | None = None,
-        seed: int | None = None,
+        attempts: tuple[int, ...] = (0, 0, 0),
     ) -> "asyncio.Future[list[SampledTurn]]":
         return asyncio.gather(
             *(
                 episodes.add_turn(
-                    EpisodeId(group_id=group_id, index=index),
+                    EpisodeId(group_id=group_id, index=index, attempt=attempts[index]),
                     after,
                     ids,
                     sampling=SAMPLING,
                     max_tokens=TURN_TOKENS,
-                    seed=seed,
+                    seed=None,
                 )
                 for index, ids in enumerate(given)
             )
@@ -111,17 +106,12 @@ async def _observe(folders: list[Path]) -> Observed:
         first, second = (EpisodeId(group_id=30, index=0, attempt=attempt) for attempt in (0, 1))
         sibling = EpisodeId(group_id=30, index=1)
 
-        async def turn(episode: EpisodeId) -> SampledTurn:
-            return await episodes.add_turn(
-                episode, None, PROMPTS[0], sampling=SAMPLING, max_tokens=TURN_TOKENS, seed=None
-            )
-
-        lost = asyncio.ensure_future(turn(first))
+        lost = asyncio.ensure_future(turns(episodes, 30, PROMPTS[:1]))
         await let_decode(engine, 2)
         await episodes.drop_episode(first)
         (error,) = await asyncio.gather(lost, return_exceptions=True)
-        num_left = await engine.between_steps(lambda core: len(core.scheduler.requests))
-        await asyncio.gather(turn(second), turn(sibling))
+        num_left = await num_running()
+        await turns(episodes, 30, PROMPTS[:1] * 2, attempts=(1, 0))
         trees = await episodes.take(30, [first, second, sibling])
         return type(error).__name__, num_left, [len(tree) for tree in trees]
 
@@ -139,8 +129,11 @@ async def _observe(folders: list[Path]) -> Observed:
         (tree,) = await episodes.take(40, [EpisodeId(group_id=40, index=0)])
         after = asyncio.ensure_future(turns(episodes, 40, [GIVEN], after=0))
         errors = await asyncio.gather(late, after, return_exceptions=True)
-        num_left = await engine.between_steps(lambda core: len(core.scheduler.requests))
+        num_left = await num_running()
         return [one.num_response_tokens for one in tree], [type(one).__name__ for one in errors], num_left
+
+    async def num_running() -> int:
+        return await engine.between_steps(lambda core: len(core.scheduler.requests))
 
     engine = await start_engine(folders[0], GENERATOR)
     episodes = EngineEpisodes(engine)
@@ -151,10 +144,6 @@ async def _observe(folders: list[Path]) -> Observed:
     plain = await take(episodes, 0, len(PROMPTS))
     branched = await branches(episodes)
 
-    (seeded,) = await turns(episodes, 1, PROMPTS[:1], seed=5)
-    (single,) = await take(episodes, 1, 1)
-    (generated,) = await engine.generate(prompt_ids_P=PROMPTS[0], num_samples=1, sampling=SAMPLING, seed=5)
-
     await turns(episodes, 2, PROMPTS)
     progress = [await update(engine, 1, weights[1])]
     running = asyncio.ensure_future(turns(episodes, 2, given, after=0))
@@ -163,29 +152,17 @@ async def _observe(folders: list[Path]) -> Observed:
     await running
     between = await take(episodes, 2, len(PROMPTS))
 
-    cancelled = []
     await turns(episodes, 3, PROMPTS)
     await engine.cancel([3])
     running = asyncio.ensure_future(turns(episodes, 4, PROMPTS))
     await let_decode(engine, 2)
     await episodes.drop(4)
-    for attempt in (turns(episodes, 3, given[:1], after=0), running, turns(episodes, 4, PROMPTS[:1])):
-        try:
-            await attempt
-            cancelled.append("nothing")
-        except GroupCancelled as error:
-            cancelled.append(type(error).__name__)
+    attempts = (turns(episodes, 3, given[:1], after=0), running, turns(episodes, 4, PROMPTS[:1]))
+    cancelled = await asyncio.gather(*attempts, return_exceptions=True)
     await episodes.drop(3)
-    num_requests = await engine.between_steps(lambda core: len(core.scheduler.requests))
+    num_requests = await num_running()
     num_groups = len(engine._groups._groups)
 
-    revealed = []
-    for group_id, version in ((5, 5), (6, 8)):
-        await update(engine, version, revealing_weights(folders[0], version))
-        await turns(episodes, group_id, PROMPTS)
-        await update(engine, version + 1, revealing_weights(folders[0], version + 1))
-        await turns(episodes, group_id, given, after=0)
-        revealed += await take(episodes, group_id, len(PROMPTS))
     engine.shutdown()
 
     engine = await start_engine(
@@ -201,7 +178,6 @@ async def _observe(folders: list[Path]) -> Observed:
     resumed = await take(episodes, 0, len(PROMPTS))
     early = await take_early(episodes)
     engine.shutdown()
-    assert seeded.num_tokens == single.num_response_tokens
     return Observed(
         plain=plain,
         branched=branched,
@@ -210,11 +186,8 @@ async def _observe(folders: list[Path]) -> Observed:
         turns=last_turns,
         between=between,
         resumed=resumed,
-        single=single,
-        generated=generated,
-        revealed=revealed,
         progress=progress,
-        cancelled=cancelled,
+        cancelled=[type(one).__name__ for one in cancelled],
         num_groups_left=num_groups,
         num_requests_left=num_requests,
     )
@@ -306,14 +279,6 @@ def test_branches_share_the_turns_before_them(
         assert_recomputed(rollout, models)
 
 
-def test_a_dropped_attempt_ends_and_its_group_goes_on(observed: Observed) -> None:
-    assert observed.dropped == ("GroupCancelled", 0, [0, 1, 1])
-
-
-def test_a_turn_that_is_under_way_when_its_group_is_taken_is_ended(observed: Observed) -> None:
-    assert observed.early == ([TURN_TOKENS], ["GroupCancelled"] * 2, 0)
-
-
 def test_weights_that_come_between_turns_change_the_next_turn_only(
     observed: Observed, models: Mapping[int, torch.nn.Module]
 ) -> None:
@@ -336,24 +301,6 @@ def test_turns_that_are_interrupted_keep_what_was_first_computed(
     assert any({0, 1, 2} == set(of_one) for of_one in versions), versions
 
 
-def test_no_prefix_is_served_from_older_weights(observed: Observed) -> None:
-    """Blocks of the first turn are in the cache when the second begins."""
-    for rollout in observed.revealed:
-        versions = sampled_positions(rollout)
-        ids = np.concatenate([rollout.prompt_ids_P, rollout.response_ids_T])
-        assert {int(ids[at]): version for at, version in versions.items()} == {
-            version: version for version in versions.values()
-        }
-        assert len(versions) == 2 * TURN_TOKENS and len(set(versions.values())) == 2
-
-
-def test_an_episode_of_one_turn_is_what_generate_samples(observed: Observed) -> None:
-    one, other = observed.single, observed.generated
-    assert one.response_ids_T[:TURN_TOKENS].tolist() == other.response_ids_T[:TURN_TOKENS].tolist()
-    assert one.logprobs_T.tolist() == other.logprobs_T[:TURN_TOKENS].tolist()
-    assert one.is_sampled_T is None
-
-
 def test_updates_tell_how_far_groups_of_episodes_are(observed: Observed) -> None:
     """Between turns nothing runs; within the second one, tokens of the first count."""
     between, within = observed.progress
@@ -364,6 +311,8 @@ def test_updates_tell_how_far_groups_of_episodes_are(observed: Observed) -> None
     assert progress.num_tokens > first_turns
 
 
-def test_groups_that_are_given_up_leave_nothing(observed: Observed) -> None:
+def test_what_is_given_up_ends_and_leaves_nothing(observed: Observed) -> None:
+    assert observed.dropped == ("GroupCancelled", 0, [0, 1, 1]), "its group goes on"
+    assert observed.early == ([TURN_TOKENS], ["GroupCancelled"] * 2, 0), "taken within a turn"
     assert observed.cancelled == ["GroupCancelled"] * 3
     assert observed.num_groups_left == observed.num_requests_left == 0

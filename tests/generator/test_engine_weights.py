@@ -103,31 +103,27 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 
 
-def _renamed(shapes: Shapes) -> Shapes:
-    return {name.replace("q_proj", "query"): shape for name, shape in shapes.items()}
-
-
-def _without_an_expert(shapes: Shapes) -> Shapes:
-    return {name: shape for name, shape in shapes.items() if name != EXPERT}
-
-
-def _wider(shapes: Shapes) -> Shapes:
-    return shapes | {Q: (shapes[Q][0], shapes[Q][1] + 32)}
-
-
-def _same(shapes: Shapes) -> Shapes:
-    return shapes
-
-
 BAD: dict[str, tuple[Callable[[Shapes], Shapes], torch.dtype, tuple[str, ...]]] = {
     "unknown": (
-        _renamed,
+        lambda shapes: {name.replace("q_proj", "query"): shape for name, shape in shapes.items()},
         torch.float32,
         ("model.layers.0.self_attn.query.weight", "qkv_proj.weight (8192 of 16384 elements)"),
     ),
-    "missing": (_without_an_expert, torch.float32, ("w13_weight (4096 of 32768 elements)",)),
-    "shape": (_wider, torch.float32, ("cannot take", f"{Q} (128, 96)")),
-    "dtype": (_same, torch.bfloat16, ("published as torch.bfloat16", "lm_head.weight (torch.float32)")),
+    "missing": (
+        lambda shapes: {name: shape for name, shape in shapes.items() if name != EXPERT},
+        torch.float32,
+        ("w13_weight (4096 of 32768 elements)",),
+    ),
+    "shape": (
+        lambda shapes: shapes | {Q: (shapes[Q][0], shapes[Q][1] + 32)},
+        torch.float32,
+        ("cannot take", f"{Q} (128, 96)"),
+    ),
+    "dtype": (
+        lambda shapes: shapes,
+        torch.bfloat16,
+        ("published as torch.bfloat16", "lm_head.weight (torch.float32)"),
+    ),
 }
 
 

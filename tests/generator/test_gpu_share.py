@@ -114,15 +114,10 @@ def set_up(**fields: Any) -> None:
     raise SetUp(fields)
 
 
-def test_generators_are_started_with_their_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("forgeasync.runtime.router"), "GeneratorSetup", set_up)
-    config, model = tiny(tmp_path)
-    expected = least_bytes(generator_plan(config, read_model_facts(str(model))).num_bytes)
-    assert asked_for(tmp_path, config, model, with_teachers=False) == expected
-
-
 @pytest.mark.parametrize("share_gpu", [False, True])
-def test_only_on_a_shared_gpu_engines_wait_for_the_trainer(share_gpu: bool, tmp_path: Path) -> None:
+def test_only_on_a_shared_gpu_engines_wait_for_the_trainer_and_fail_with_it(
+    share_gpu: bool, tmp_path: Path
+) -> None:
     config, model = tiny(tmp_path)
     config = config.model_copy(update={"launcher": LocalLauncher(share_gpu=share_gpu)})
 
@@ -130,11 +125,13 @@ def test_only_on_a_shared_gpu_engines_wait_for_the_trainer(share_gpu: bool, tmp_
         raise SetUp(role)
 
     async def scenario() -> bool:
-        trainer = asyncio.get_running_loop().create_future()
+        trainer, failed = (asyncio.get_running_loop().create_future() for _ in range(2))
+        failed.set_exception(ValueError("no weights"))
         manager = cast(ProcessManager, SimpleNamespace(hosts=SimpleNamespace(allot=allot)))
         shape = read_model_facts(str(model))
-        starting = asyncio.ensure_future(
-            start_generators(manager, config, shape, model, starting_trainer=trainer)
+        starting, beside_a_failure = (
+            asyncio.ensure_future(start_generators(manager, config, shape, model, starting_trainer=one))
+            for one in (trainer, failed)
         )
         await asyncio.wait([starting], timeout=0.0)
         await asyncio.sleep(0)
@@ -142,64 +139,48 @@ def test_only_on_a_shared_gpu_engines_wait_for_the_trainer(share_gpu: bool, tmp_
         trainer.set_result(None)
         with pytest.raises(SetUp, match=HostRole.GENERATORS):
             await starting
+        with pytest.raises(asyncio.CancelledError if share_gpu else SetUp):
+            await beside_a_failure
         return has_waited
 
     assert asyncio.run(scenario()) is share_gpu
 
 
-def test_no_engine_starts_beside_a_trainer_that_has_failed(tmp_path: Path) -> None:
-    config, model = tiny(tmp_path)
-    config = config.model_copy(update={"launcher": LocalLauncher(share_gpu=True)})
-
-    async def scenario() -> None:
-        trainer = asyncio.get_running_loop().create_future()
-        trainer.set_exception(ValueError("no weights"))
-        shape = read_model_facts(str(model))
-        starting = start_generators(
-            cast(ProcessManager, SimpleNamespace()), config, shape, model, starting_trainer=trainer
-        )
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.ensure_future(starting)
-
-    asyncio.run(scenario())
-
-
-def test_teachers_are_started_with_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("forgeasync.runtime.teachers"), "GeneratorSetup", set_up)
-    config, model = tiny(tmp_path)
-    (memory,) = (items for _, items in teacher_memory(config, Machine.GPU))
-    assert asked_for(tmp_path, config, model, with_teachers=True) == least_bytes(total_bytes(memory))
-
-
 def tiny(folder: Path) -> tuple[RunConfig, Path]:
+    """A run with a teacher, both from a tiny model."""
     model = write_tiny_model(folder / "hf")
-    config = load_config(CONFIGS / "distill_cpu.yaml", [f"model.path={model}"])
-    (name,) = config.teachers
-    return load_config(
-        CONFIGS / "distill_cpu.yaml", [f"model.path={model}", f"teachers.{name}.model_path={model}"]
-    ), model
+    file = CONFIGS / "distill_cpu.yaml"
+    (name,) = load_config(file).teachers
+    return load_config(file, [f"model.path={model}", f"teachers.{name}.model_path={model}"]), model
 
 
-def asked_for(folder: Path, config: RunConfig, model: Path, *, with_teachers: bool) -> int:
+@pytest.mark.parametrize("role", ["generators", "teachers"])
+def test_engines_are_started_with_their_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    module = {"generators": "router", "teachers": "teachers"}[role]
+    monkeypatch.setattr(import_module(f"forgeasync.runtime.{module}"), "GeneratorSetup", set_up)
+    config, model = tiny(tmp_path)
+    shape = read_model_facts(str(model))
+    (teacher,) = (items for _, items in teacher_memory(config, Machine.GPU))
+    planned = {"generators": generator_plan(config, shape).num_bytes, "teachers": total_bytes(teacher)}
+
     async def start() -> None:
-        procs = ProcessManager(folder / "logs")
-        shape = read_model_facts(str(model))
+        procs = ProcessManager(tmp_path / "logs")
         try:
-            if with_teachers:
-                procs.payload_folders = [folder]
+            if role == "teachers":
+                procs.payload_folders = [tmp_path]
                 await start_teachers(procs, config, shape, prompts=None)
             else:
                 await start_generators(procs, config, shape, model)
-        except* SetUp as group:
-            (error,) = group.exceptions
-            seen.append(error.args[0]["gpu_bytes"])
+        except* SetUp as stopped:
+            asked.extend(error.args[0]["gpu_bytes"] for error in stopped.exceptions)
         finally:
             await procs.close()
 
-    seen: list[int] = []
+    asked: list[int] = []
     asyncio.run(start())
-    (num_bytes,) = seen
-    return num_bytes
+    assert asked == [least_bytes(planned[role])]
 
 
 def test_engines_of_process_reward_models_share_a_gpu(

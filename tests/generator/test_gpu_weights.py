@@ -75,65 +75,27 @@ def expected(model: Model, tensors: dict[str, torch.Tensor]) -> dict[str, torch.
     }
 
 
-def assert_holds(model: Model, parameters: dict[str, torch.Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.detach(), parameters[name]), name
-
-
-def planned(model: torch.nn.Module, folder: Path, shadow: ShadowMemory, share: HostShare) -> GpuWeights:
+def planned(model: torch.nn.Module, folder: Path, share: HostShare) -> GpuWeights:
     weights = GpuWeights(model, worker_rank=0)
-    memory = HostMemory(receive_buffer=folder / "receive-buffer", shadow=shadow, share=share)
+    memory = HostMemory(receive_buffer=folder / "receive-buffer", shadow=ShadowMemory.HOST, share=share)
     weights.plan(plan_copies(layout(), REGIONS), memory)
     return weights
 
 
-@pytest.mark.parametrize("shadow", ShadowMemory)
-def test_a_version_waits_in_the_shadow_until_the_swap(shadow: ShadowMemory, tmp_path: Path) -> None:
-    model = Model()
-    weights = planned(model, tmp_path, shadow, HostShare())
-    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for seed in (1, 2):
-        wanted = expected(model, version(seed))
-        weights.stage(images(version(seed)))
-        assert_holds(model, before)
-        weights.swap()
-        assert_holds(model, wanted)
-        before = wanted
-    found = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    assert found == addresses, "captured CUDA graphs read the parameters where they were"
-
-
-def test_generators_of_a_host_fill_one_shadow_together(tmp_path: Path) -> None:
-    models = [Model(), Model()]
-    models[1].load_state_dict(models[0].state_dict())
-    engines = [
-        planned(model, tmp_path, ShadowMemory.HOST, HostShare(index=index, count=2))
-        for index, model in enumerate(models)
-    ]
-    for seed in (1, 2, 3):
-        wanted = expected(models[0], version(seed))
-        for engine in engines:
-            engine.stage(images(version(seed)))
-        for engine, model in zip(engines, models, strict=True):
-            engine.swap()
-            assert_holds(model, wanted)
-    assert len(list(tmp_path.iterdir())) == 1, "one file for both"
-
-
 def test_each_generator_stages_only_its_share(tmp_path: Path) -> None:
     model = Model()
-    first = planned(model, tmp_path, ShadowMemory.HOST, HostShare(index=0, count=2))
+    first = planned(model, tmp_path, HostShare(index=0, count=2))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     other = Model()
     other.load_state_dict(model.state_dict())
-    planned(other, tmp_path, ShadowMemory.HOST, HostShare(index=1, count=2))
+    planned(other, tmp_path, HostShare(index=1, count=2))
     wanted = expected(model, version(1))
     first.stage(images(version(1)))
     first.swap()
     changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
     assert changed == {"fused"}, "the largest parameter is the first one's share, the others the second one's"
     assert torch.equal(model.fused, wanted["fused"])
+    assert len(list(tmp_path.iterdir())) == 1, "one file for both"
 
 
 def test_the_swap_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +110,7 @@ def test_the_swap_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.
         def named_parameters(self, *arguments: object) -> list[tuple[str, SimpleNamespace]]:  # type: ignore[override]
             return [(name, SimpleNamespace(data=tensor)) for name, tensor in on_device.items()]
 
-    weights = planned(OnGpu(), tmp_path, ShadowMemory.HOST, HostShare())
+    weights = planned(OnGpu(), tmp_path, HostShare())
     pretended_device.blocking_copies.clear()
     wanted = expected(model, version(1))
     weights.stage(images(version(1)))

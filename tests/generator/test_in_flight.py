@@ -155,15 +155,12 @@ class Survived:
     """Of two turns each."""
     log: InFlightRead
     """Of the engine that continued all, when it had ended."""
-    seeded: list[tuple[Rollout, ...]]
-    """The same with the same seeds on engines with and without a log."""
 
 
 async def _survive(folders: list[Path], data: dict[int, bytes], log: Path) -> Survived:
     from forgeasync.generator import EngineEpisodes
 
     engine = await start_engine(folders[0], GENERATOR, RESUMING, in_flight=log)
-    seeded = [await _one_by_one(engine)]
     weights = [load_file(folder / "model.safetensors") for folder in folders]
     await update(engine, 1, weights[1])
     episodes = EngineEpisodes(engine)
@@ -184,26 +181,12 @@ async def _survive(folders: list[Path], data: dict[int, bytes], log: Path) -> Su
         engine.forget_group(group_id)
     assert not read_in_flight(log, [20, *PROMPTS]).groups
     engine.shutdown()
-    engine = await start_engine(folders[0], GENERATOR, RESUMING)
-    seeded.append(await _one_by_one(engine))
-    engine.shutdown()
     return Survived(
         continued=continued,
         second_turns=second_turns,
         episodes=[branch for (branch,) in trees],
         log=read,
-        seeded=seeded,
     )
-
-
-async def _one_by_one(engine: "GeneratorEngine") -> tuple[Rollout, ...]:
-    """Alone in their batches, so that nothing but the seed decides."""
-    rollouts = []
-    for group_id, prompt in PROMPTS.items():
-        rollouts += await engine.generate(
-            prompt_ids_P=prompt, num_samples=1, sampling=SAMPLING, seed=group_id, group_id=group_id
-        )
-    return tuple(rollouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,10 +317,3 @@ def test_a_log_has_at_the_end_what_the_engine_has_sampled(death: Death, survived
         old = before[group_id, index]
         new = turn.batch.parts_N[old.num_tokens :]
         assert not len(new) or new.min() >= old.num_parts
-
-
-def test_a_log_changes_nothing_of_what_is_sampled(survived: Survived) -> None:
-    with_log, without = survived.seeded
-    for one, other in zip(with_log, without, strict=True):
-        assert one.response_ids_T.tolist() == other.response_ids_T.tolist()
-        assert one.logprobs_T.tobytes() == other.logprobs_T.tobytes()

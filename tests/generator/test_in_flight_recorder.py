@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import FinishReason as EngineFinishReason
@@ -28,10 +28,20 @@ from forgeasync.rollouts import (
     in_flight,
     read_in_flight,
 )
-from forgeasync.testing import write_tiny_model
 
 VOCABULARY = 50
 PROMPT = np.asarray([3, 4, 5], np.int32)
+
+
+def begun(group_id: int, index: int = 0) -> BegunTurn:
+    return BegunTurn(
+        key=0,
+        episode=EpisodeId(group_id=group_id, index=index),
+        number=0,
+        after=None,
+        num_tokens_before=0,
+        given_ids=PROMPT,
+    )
 
 
 class Engine:
@@ -43,16 +53,14 @@ class Engine:
         self.recorder = InFlightRecorder(self.folder, records=records, vocab_size=VOCABULARY)
 
     def begin(self, group_id: int, index: int = 0) -> int | None:
-        return self.recorder.begin_turn(
-            BegunTurn(
-                key=0,
-                episode=EpisodeId(group_id=group_id, index=index),
-                number=0,
-                after=None,
-                num_tokens_before=0,
-                given_ids=PROMPT,
-            )
-        )
+        return self.recorder.begin_turn(begun(group_id, index))
+
+    def start(self, request_id: str, *, group_id: int = 1) -> int:
+        """A group with one turn and a request for it."""
+        self.recorder.open_group(group_id)
+        key = self.begin(group_id)
+        self.add(request_id, key)
+        return key
 
     def add(self, request_id: str, turn: int | None, *, part: int = 0) -> None:
         arguments = {PART_ARGUMENT: part} | ({} if turn is None else {TURN_ARGUMENT: turn})
@@ -142,9 +150,7 @@ def test_a_step_is_logged_for_the_turns_of_all_its_requests(tmp_path: Path) -> N
 
 def test_a_later_request_adds_only_rows_that_were_not_known(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
-    engine.recorder.open_group(1)
-    key = engine.begin(1)
-    engine.add("a", key)
+    key = engine.start("a")
     engine.step(0, output("a", [7], rows=range(3)))
     engine.step(0, output("a", [8], rows=range(3, 4)))
     engine.recorder.request_ended("a")
@@ -159,32 +165,27 @@ def test_a_later_request_adds_only_rows_that_were_not_known(tmp_path: Path) -> N
 
 def test_tokens_without_routing_are_not_continued_from(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
-    engine.recorder.open_group(1)
-    engine.add("a", engine.begin(1))
+    engine.start("a")
     engine.step(0, output("a", [7], rows=range(3)))
     engine.step(0, output("a", [8], rows=None))
     engine.step(0, output("a", [9], rows=range(4, 5)))
     read = engine.read(1)
     assert (read.num_kept, read.num_lost) == (1, 2)
-    engine.recorder.open_group(2)
-    engine.add("b", engine.begin(2))
+    engine.start("b", group_id=2)
     engine.step(0, output("b", [7], rows=None))
     assert (engine.read(2).num_kept, engine.read(2).num_lost) == (0, 1)
 
 
 def test_where_routing_is_not_recorded_no_token_waits_for_it(tmp_path: Path) -> None:
     engine = Engine(tmp_path, routing=False)
-    engine.recorder.open_group(1)
-    engine.add("a", engine.begin(1))
+    engine.start("a")
     engine.step(0, output("a", [7], rows=None))
     assert engine.read(1).num_kept == 1 and engine.turn(1).tokens().expert_ids_RMK is None
 
 
 def test_what_comes_after_the_end_of_a_turn_is_not_logged(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
-    engine.recorder.open_group(1)
-    key = engine.begin(1)
-    engine.add("a", key)
+    key = engine.start("a")
     engine.step(0, output("a", [7, 8], rows=range(4)))
     engine.recorder.end_turn(
         EndedTurn(key=key, num_tokens=1, finish_reason=FinishReason.STOP, has_end_token=False, stop_text="7")
@@ -218,9 +219,7 @@ def test_without_room_a_log_is_given_up_and_later_groups_begin_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine(tmp_path)
-    engine.recorder.open_group(1)
-    key = engine.begin(1)
-    engine.add("a", key)
+    engine.start("a")
 
     def full(descriptor: int, data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -233,8 +232,7 @@ def test_without_room_a_log_is_given_up_and_later_groups_begin_another(
         engine.recorder.open_group(2)
         assert engine.recorder.num_failures == 2 and engine.begin(2) is None
     # With room again, what has holes stays out.
-    engine.recorder.open_group(3)
-    engine.add("c", engine.begin(3))
+    engine.start("c", group_id=3)
     engine.step(0, output("a", [8], rows=range(3, 4)), output("c", [9], rows=range(3)))
     assert engine.begin(1) is None
     read = engine.read(1, 2, 3)
@@ -245,14 +243,7 @@ def test_without_room_a_log_is_given_up_and_later_groups_begin_another(
 def logged(ids: list[int], *, finish: FinishReason | None) -> LoggedTurn:
     num = len(ids)
     return LoggedTurn(
-        begun=BegunTurn(
-            key=0,
-            episode=EpisodeId(group_id=0, index=0),
-            number=0,
-            after=None,
-            num_tokens_before=0,
-            given_ids=PROMPT,
-        ),
+        begun=begun(0),
         batch=TokenBatch(
             keys_N=np.zeros(num, np.int64),
             ids_N=np.asarray(ids, np.int32),
@@ -269,14 +260,11 @@ def logged(ids: list[int], *, finish: FinishReason | None) -> LoggedTurn:
     )
 
 
-def test_texts_that_end_a_turn_are_found_across_a_death(tmp_path: Path) -> None:
+def test_texts_that_end_a_turn_are_found_across_a_death(
+    reader: SequenceReader, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Its engine may have sampled further tokens, and died before anybody had looked for the text."""
-    folder = write_tiny_model(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("12=3;45=9#6", add_special_tokens=False)["input_ids"]
-    reader = SequenceReader(
-        tokenizer=tokenizer, vocab_size=len(tokenizer), num_experts=300, num_dense_layers=0
-    )
     met = TurnEnd(finish_reason=FinishReason.STOP, has_end_token=False, stop_text="45")
     for num_before in range(1, len(ids)):
         trajectory = reader.new_trajectory()
@@ -298,12 +286,9 @@ def test_texts_that_end_a_turn_are_found_across_a_death(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("finish", FinishReason)
-def test_a_turn_that_had_ended_with_its_last_token_has_ended(tmp_path: Path, finish: FinishReason) -> None:
-    folder = write_tiny_model(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    reader = SequenceReader(
-        tokenizer=tokenizer, vocab_size=len(tokenizer), num_experts=300, num_dense_layers=0
-    )
+def test_a_turn_that_had_ended_with_its_last_token_has_ended(
+    reader: SequenceReader, finish: FinishReason
+) -> None:
     trajectory = reader.new_trajectory()
     trajectory.give(PROMPT)
     end = reader.resume(trajectory, logged([5, 6], finish=finish), stop=())

@@ -20,6 +20,7 @@ from forgeasync.config import GeneratorSection, Interruption, KvAfterSwap, Sampl
 from forgeasync.generator import SwapReport
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import FinishReason, Rollout, check_rollout
+from tests.generator.conftest import collected, make_prompts
 from tests.support.engines import (
     RECORDS,
     ask,
@@ -44,7 +45,10 @@ SCARCE = GeneratorSection(max_num_seqs=16, max_num_batched_tokens=48, kv_cache_g
 FIRST_REVEALED, NUM_REVEALED = 3, 12
 """Weights that reveal version v make token v certain; 0 to 2 are special tokens."""
 
-KEEP, RECOMPUTE = KvAfterSwap.KEEP, KvAfterSwap.RECOMPUTE
+LENGTHS = (3, 9, 33, 60, 112, 116, 120, 122)
+"""Some prompts end shortly before a cache block of 128 tokens does."""
+
+RECOMPUTE = KvAfterSwap.RECOMPUTE
 VARIANTS = {
     "in_flight": WeightsSection(),
     "in_flight_recompute": WeightsSection(kv_cache=RECOMPUTE),
@@ -85,23 +89,17 @@ class Observed:
     num_preemptions: int
 
 
-def make_prompts(vocab_size: int) -> list[np.ndarray]:
-    """Some end shortly before a cache block of 128 tokens does, and the last two share such a block."""
-    rng = np.random.default_rng(0)
-    shared = rng.integers(3, vocab_size, 128)
-    prompts = [rng.integers(3, vocab_size, length) for length in (3, 9, 33, 60, 112, 116, 120, 122)]
-    prompts += [np.concatenate([shared, rng.integers(3, vocab_size, 2 + i)]) for i in range(2)]
-    return [prompt.astype(np.int32) for prompt in prompts]
-
-
 async def _observe(folders: list[Path], vocab_size: int, name: str) -> Observed:
-    prompts, weights, keeps = make_prompts(vocab_size), VARIANTS[name], name in KEEPS_OLD_CONTEXT
+    prompts = make_prompts(vocab_size, LENGTHS, num_shared=2)
+    weights, keeps = VARIANTS[name], name in KEEPS_OLD_CONTEXT
     # A preempted request under KEEP attends to a mixture that no reference knows: ample memory for those.
     roomy = await start_engine(folders[0], AMPLE if keeps else SCARCE, weights)
     crossing, late, crossing_reports, num_running = await _cross(roomy, folders, prompts)
     roomy.shutdown()
     engine = await start_engine(folders[0], SCARCE, weights)
-    count = await _count_preemptions(engine)
+    preemptions = collected(
+        await engine._client.between_steps(lambda core: core.scheduler), "_preempt_request"
+    )
     failures, tokens_around_fetch, survived = await _fail(
         engine, folders[1], prompts, stands_still=weights.interruption is Interruption.BLOCKING
     )
@@ -119,20 +117,8 @@ async def _observe(folders: list[Path], vocab_size: int, name: str) -> Observed:
         idle=idle,
         revealed=revealed,
         revealed_reports=revealed_reports,
-        num_preemptions=count[0],
+        num_preemptions=len(preemptions),
     )
-
-
-async def _count_preemptions(engine: object) -> list[int]:
-    scheduler = await engine._client.between_steps(lambda core: core.scheduler)
-    count, preempt = [0], scheduler._preempt_request
-
-    def counted(*args: object, **kwargs: object) -> None:
-        count[0] += 1
-        preempt(*args, **kwargs)
-
-    scheduler._preempt_request = counted
-    return count
 
 
 async def _cross(
@@ -201,17 +187,14 @@ async def _reveal(
             rollouts.extend(await sample_all(engine, [prompt], SAMPLING, num_samples=2))
 
     workers = [asyncio.create_task(load(prompt)) for prompt in prompts]
-    for pair in _pairs(versions[1:]):
+    for first in range(1, NUM_REVEALED, 2):
         await let_decode(engine, 2)
+        pair = versions[first : first + 2]
         reports += await asyncio.gather(*(update(engine, one, weights[one]) for one in pair))
     await let_decode(engine, 2)
     is_over = True
     await asyncio.gather(*workers)
     return rollouts, reports
-
-
-def _pairs(versions: range) -> list[tuple[int, ...]]:
-    return [tuple(versions[start : start + 2]) for start in range(0, len(versions), 2)]
 
 
 @pytest.fixture(
@@ -229,10 +212,6 @@ def name(request: pytest.FixtureRequest) -> str:
 def seen(name: str, folders: list[Path], models: Mapping[int, torch.nn.Module]) -> Observed:
     """What it did."""
     return run_alone(_observe, folders, models[0].config.vocab_size, name)
-
-
-def all_rollouts(seen: Observed) -> list[Rollout]:
-    return [*seen.crossing, *seen.late, *seen.survived, *seen.revealed]
 
 
 def test_every_token_is_as_the_weights_of_its_version_make_it(
@@ -279,19 +258,17 @@ def test_a_token_reveals_the_version_that_it_is_labelled_with(seen: Observed, na
     assert len(versions) > NUM_REVEALED / 2 and len(seen.revealed_reports) == NUM_REVEALED
 
 
-def test_records_are_complete(seen: Observed, folders: list[Path], name: str) -> None:
+def test_responses_are_whole_with_their_records_and_texts(
+    seen: Observed, folders: list[Path], name: str
+) -> None:
     facts = read_model_facts(str(folders[0]))
-    for rollout in all_rollouts(seen):
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    for rollout in (*seen.crossing, *seen.late, *seen.survived, *seen.revealed):
         check_rollout(rollout, RECORDS, facts)
         assert rollout.routed_experts.is_recorded_S[:-1].all()
         spans = rollout.version_spans
         assert spans[0].start == 0 and spans[-1].end == rollout.num_response_tokens
         assert all(a.end == b.start and a.version < b.version for a, b in itertools.pairwise(spans))
-
-
-def test_texts_are_those_of_the_whole_response(seen: Observed, folders: list[Path], name: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folders[0])
-    for rollout in all_rollouts(seen):
         assert rollout.text == tokenizer.decode(rollout.response_ids_T, skip_special_tokens=True)
         ended = rollout.response_ids_T[-1] == tokenizer.eos_token_id
         assert ended == (rollout.finish_reason is FinishReason.STOP)
@@ -303,15 +280,8 @@ def test_a_failing_update_leaves_the_engine_under_the_old_weights(
     assert seen.failures == [FetchFailed.__name__] * 2
     for rollout in seen.survived:
         assert [span.version for span in rollout.version_spans] == [0]
-        reference = expected(models, rollout, recomputed=True)
-        assert_logprobs(rollout, reference, SAMPLING)
-
-
-def test_decoding_stands_still_during_the_fetch_only_if_told_to(seen: Observed, name: str) -> None:
+        assert_logprobs(rollout, expected(models, rollout, recomputed=True), SAMPLING)
     before, after = seen.tokens_around_fetch
-    assert (before == after) == name.startswith("blocking")
-
-
-def test_an_idle_engine_takes_an_update(seen: Observed, name: str) -> None:
+    assert (before == after) == name.startswith("blocking"), "decoding stands still only if asked to"
     idle = seen.idle
-    assert idle.num_crossing == idle.num_resumed == idle.num_recomputed == 0
+    assert idle.num_crossing == idle.num_resumed == idle.num_recomputed == 0, "an idle engine takes the next"

@@ -78,15 +78,8 @@ async def _cancel(folder: Path) -> Cancelled:
     return seen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefixed:
+async def _prefix(folders: list[Path], *, across_versions: bool) -> list[Rollout]:
     """Requests of one prompt, one after the other, with an update soon."""
-
-    first: Rollout
-    last: Rollout
-
-
-async def _prefix(folders: list[Path], *, across_versions: bool) -> Prefixed:
     weights = WeightsSection(prefix_cache_across_versions=across_versions)
     engine = await start_engine(folders[0], ONE_AT_A_TIME, weights)
     running = asyncio.create_task(sample_all(engine, [long_prompt()], SHORT, num_samples=8))
@@ -94,15 +87,16 @@ async def _prefix(folders: list[Path], *, across_versions: bool) -> Prefixed:
     await update(engine, 1, load_file(folders[1] / "model.safetensors"))
     rollouts = await running
     engine.shutdown()
-    return Prefixed(first=rollouts[0], last=rollouts[-1])
+    return rollouts
 
 
-async def _seeded(folder: Path) -> list[list[list[int]]]:
-    """The samples of two groups with seed 7, alone and among others, and of one with seed 8."""
-    engine = await start_engine(folder, GENERATOR)
+async def _seeded(folder: Path, max_num_batched_tokens: int) -> list[list[list[int]]]:
+    """Groups with seed 7, alone and beside one with seed 8; prompts are computed in chunks of the budget."""
+    section = GENERATOR.model_copy(update={"max_num_batched_tokens": max_num_batched_tokens})
+    engine = await start_engine(folder, section)
 
     async def sample(seed: int) -> list[list[int]]:
-        rollouts = await engine.generate(prompt_ids_P=PROMPT, num_samples=3, sampling=SHORT, seed=seed)
+        rollouts = await engine.generate(prompt_ids_P=long_prompt(), num_samples=3, sampling=SHORT, seed=seed)
         return [rollout.response_ids_T.tolist() for rollout in rollouts]
 
     alone = await sample(7)
@@ -111,30 +105,16 @@ async def _seeded(folder: Path) -> list[list[list[int]]]:
     return [alone, again, other]
 
 
-async def _seeded_in_chunks(folder: Path, max_num_batched_tokens: int) -> list[list[int]]:
-    """Two groups at once, with seeds; their prompts are computed in chunks of the budget."""
-    section = GENERATOR.model_copy(update={"max_num_batched_tokens": max_num_batched_tokens})
-    engine = await start_engine(folder, section)
-    groups = await asyncio.gather(
-        *(
-            engine.generate(prompt_ids_P=long_prompt(), num_samples=2, sampling=SHORT, seed=seed)
-            for seed in (7, 8)
-        )
-    )
-    engine.shutdown()
-    return [rollout.response_ids_T.tolist() for group in groups for rollout in group]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """What came out of all scenarios."""
 
     cancelled: Cancelled
-    salted: Prefixed
-    shared: Prefixed
-    seeded: list[list[list[int]]]
-    whole_prompts: list[list[int]]
-    chunked_prompts: list[list[int]]
+    salted: list[Rollout]
+    shared: list[Rollout]
+    """Where prefixes are served across versions."""
+    whole_prompts: list[list[list[int]]]
+    chunked_prompts: list[list[list[int]]]
 
 
 def _observe(folders: list[Path], revealing: Path) -> Observed:
@@ -142,9 +122,8 @@ def _observe(folders: list[Path], revealing: Path) -> Observed:
         cancelled=asyncio.run(_cancel(revealing)),
         salted=asyncio.run(_prefix(folders, across_versions=False)),
         shared=asyncio.run(_prefix(folders, across_versions=True)),
-        seeded=asyncio.run(_seeded(folders[0])),
-        whole_prompts=asyncio.run(_seeded_in_chunks(folders[0], 1024)),
-        chunked_prompts=asyncio.run(_seeded_in_chunks(folders[0], 50)),
+        whole_prompts=asyncio.run(_seeded(folders[0], 1024)),
+        chunked_prompts=asyncio.run(_seeded(folders[0], 50)),
     )
 
 
@@ -185,33 +164,28 @@ def test_an_update_reports_how_far_the_groups_are(observed: Observed) -> None:
 def test_a_waiting_request_never_meets_a_prefix_of_older_weights(
     observed: Observed, models: Mapping[int, torch.nn.Module]
 ) -> None:
-    seen = observed.salted
-    assert [span.version for span in seen.last.version_spans] == [1]
-    assert_logprobs(seen.last, expected(models, seen.last, recomputed=True), SHORT)
+    last = observed.salted[-1]
+    assert [span.version for span in last.version_spans] == [1]
+    assert_logprobs(last, expected(models, last, recomputed=True), SHORT)
 
 
 def test_prefixes_are_served_across_versions_if_asked_for(
     observed: Observed, models: Mapping[int, torch.nn.Module]
 ) -> None:
-    seen = observed.shared
-    assert [span.version for span in seen.last.version_spans] == [1]
-    old = expected(models, seen.first, recomputed=True).router_logits_SME[:BLOCK]
-    new = expected(models, seen.last, recomputed=True).router_logits_SME[:BLOCK]
+    first, last = observed.shared[0], observed.shared[-1]
+    assert [span.version for span in last.version_spans] == [1]
+    old, new = (expected(models, one, recomputed=True).router_logits_SME[:BLOCK] for one in (first, last))
 
     def choices(logits_SME: np.ndarray) -> np.ndarray:
         return np.sort(np.argsort(logits_SME, -1)[..., -3:], -1)
 
-    found = seen.last.routed_experts.expert_ids_RMK[:BLOCK]
+    found = last.routed_experts.expert_ids_RMK[:BLOCK]
     assert (found == choices(old)).mean() > 0.99, "the block was not served"
     assert (found == choices(new)).mean() < 0.9, "the two versions choose alike"
 
 
-def test_samples_of_a_seed_are_reproducible_and_differ(observed: Observed) -> None:
-    alone, again, other = observed.seeded
+def test_samples_of_a_seed_are_reproducible_in_company_and_in_chunks_and_differ(observed: Observed) -> None:
+    alone, again, other = observed.whole_prompts
     assert alone == again
     assert len({tuple(sample) for sample in alone + other}) == 6
-
-
-def test_a_prompt_in_chunks_draws_what_it_draws_whole(observed: Observed) -> None:
     assert observed.chunked_prompts == observed.whole_prompts
-    assert len({tuple(tokens) for tokens in observed.whole_prompts}) == 4

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vllm.outputs import CompletionOutput
 
 from forgeasync.config import GeneratorSection, SamplingSection
@@ -79,11 +79,6 @@ def observed(folder: Path) -> Sampled:
     return run_alone(_sample, folder)
 
 
-@pytest.fixture(scope="module")
-def pairs(observed: Sampled) -> list[tuple[Rollout, str, Rollout]]:
-    return observed.pairs
-
-
 def test_a_turn_says_which_text_ended_it(observed: Sampled) -> None:
     (free, stop, cut), (ended, whole) = observed.pairs[-1], observed.turns
     assert (ended.stop_text, ended.text, ended.finish_reason) == (stop, cut.text, FinishReason.STOP)
@@ -91,27 +86,20 @@ def test_a_turn_says_which_text_ended_it(observed: Sampled) -> None:
     assert whole.stop_text is None and whole.text == free.text
 
 
-def test_a_response_ends_with_the_token_that_completes_the_text(
-    folder: Path, pairs: list[tuple[Rollout, str, Rollout]]
+def test_a_response_ends_with_the_token_that_completes_the_text_and_is_otherwise_the_same_draw(
+    folder: Path, observed: Sampled
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert len(pairs) == NUM_PAIRS
-    for free, stop, cut in pairs:
+    facts = read_model_facts(str(folder))
+    assert len(observed.pairs) == NUM_PAIRS
+    for free, stop, cut in observed.pairs:
         assert len(stop) == 3 and cut.finish_reason is FinishReason.STOP
         num_tokens = cut.num_response_tokens
         assert 0 < num_tokens < free.num_response_tokens
         assert cut.text == free.text[: free.text.index(stop)], "its own text leaves it out"
         whole = tokenizer.decode(cut.response_ids_T)
         assert stop in whole and stop not in tokenizer.decode(cut.response_ids_T[:-1])
-
-
-def test_tokens_and_records_are_those_of_the_same_draw_without_it(
-    folder: Path, pairs: list[tuple[Rollout, str, Rollout]]
-) -> None:
-    facts = read_model_facts(str(folder))
-    for free, _, cut in pairs:
         check_rollout(cut, RECORDS, facts)
-        num_tokens = cut.num_response_tokens
         np.testing.assert_array_equal(cut.response_ids_T, free.response_ids_T[:num_tokens])
         np.testing.assert_array_equal(cut.logprobs_T, free.logprobs_T[:num_tokens])
         assert cut.version_spans == (VersionSpan(version=0, start=0, end=num_tokens),)
@@ -139,40 +127,32 @@ def make_part(ids: list[int], *, first_row: int, version: int, finish_reason: st
     )
 
 
-def join(reader: SequenceReader, parts: Sequence[CompletionOutput], *, stop: Sequence[str]) -> Rollout:
+def grown(
+    reader: SequenceReader, parts: Sequence[CompletionOutput], *, stop: Sequence[str]
+) -> tuple[Rollout, str | None]:
+    """What becomes of the parts, and which text ended them."""
     trajectory = reader.new_trajectory()
     trajectory.give(PROMPT)
     *going_on, end = (reader.grow(trajectory, part, stop=stop) for part in parts)
     assert going_on == [None] * len(going_on) and end is not None
-    episode = EngineEpisode(number=0, sample=0)
-    (rollout,) = reader.rollouts(
-        [EngineTurn(episode=episode, trajectory=trajectory, end=end, stop=tuple(stop))]
+    turn = EngineTurn(
+        episode=EngineEpisode(number=0, sample=0), trajectory=trajectory, end=end, stop=tuple(stop)
     )
-    return rollout
+    (rollout,) = reader.rollouts([turn])
+    assert rollout.finish_reason is end.finish_reason
+    return rollout, end.stop_text
 
 
-def ended_by(
-    reader: SequenceReader, parts: Sequence[CompletionOutput], *, stop: Sequence[str]
-) -> tuple[FinishReason, str | None]:
-    trajectory = reader.new_trajectory()
-    trajectory.give(PROMPT)
-    *_, end = (reader.grow(trajectory, part, stop=stop) for part in parts)
-    assert end is not None
-    return end.finish_reason, end.stop_text
-
-
-def test_a_text_that_two_parts_share_ends_the_response_too(folder: Path) -> None:
+def test_a_text_that_two_parts_share_ends_the_response_too(
+    reader: SequenceReader, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """vLLM looks for it in each part alone: a swap between two of its tokens would hide it."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("12=3;45=9#6", add_special_tokens=False)["input_ids"]
-    reader = SequenceReader(
-        tokenizer=tokenizer, vocab_size=len(tokenizer), num_experts=300, num_dense_layers=0
-    )
     parts = [
         make_part(ids[:6], first_row=len(PROMPT), version=4, finish_reason="abort"),
         make_part(ids[6:], first_row=len(PROMPT) + 6, version=5, finish_reason="length"),
     ]
-    rollout = join(reader, parts, stop=("45", "9"))
+    rollout, _ = grown(reader, parts, stop=("45", "9"))
     assert rollout.text == "12=3;" and rollout.finish_reason is FinishReason.STOP
     assert rollout.response_ids_T.tolist() == ids[:7]
     assert rollout.logprobs_T.tolist() == [-float(token) for token in ids[:7]]
@@ -180,13 +160,12 @@ def test_a_text_that_two_parts_share_ends_the_response_too(folder: Path) -> None
     assert rollout.routed_experts.expert_ids_RMK.ravel().tolist() == list(range(len(PROMPT) + 6))
     assert rollout.routed_experts.num_tokens == len(PROMPT) + 7
     assert rollout.kept_tokens.ids_N.tolist() == ids[:7]
-    assert ended_by(reader, parts, stop=("9", "45")) == (FinishReason.STOP, "45")
-    # The token that completes it is the last one that there was room for.
-    at_the_bound = [
-        parts[0],
-        make_part(ids[6:7], first_row=len(PROMPT) + 6, version=5, finish_reason="length"),
-    ]
-    assert ended_by(reader, at_the_bound, stop=("9", "45")) == (FinishReason.STOP, "45")
-    assert ended_by(reader, parts, stop=("no such text",)) == (FinishReason.LENGTH, None)
-    whole = join(reader, parts, stop=())
-    assert whole.text == "12=3;45=9#6" and whole.finish_reason is FinishReason.LENGTH
+    # The token that completes it may be the last one that there was room for.
+    last = make_part(ids[6:7], first_row=len(PROMPT) + 6, version=5, finish_reason="length")
+    for of_two in (parts, [parts[0], last]):
+        rollout, stop_text = grown(reader, of_two, stop=("9", "45"))
+        assert (rollout.finish_reason, stop_text) == (FinishReason.STOP, "45")
+    for stop in (("no such text",), ()):
+        whole, stop_text = grown(reader, parts, stop=stop)
+        assert whole.text == "12=3;45=9#6" and whole.finish_reason is FinishReason.LENGTH
+        assert stop_text is None

@@ -66,10 +66,6 @@ def make_receiver(broken: tuple[int, ...] = ()) -> tuple[Engine, WeightReceiver]
     return engine, WeightReceiver(engine, Fetcher(broken), make_ready, WeightRoute(), share)
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(scenario())
-
-
 def test_an_update_begins_with_the_fetch_and_ends_with_the_swap() -> None:
     async def scenario() -> None:
         engine, receiver = make_receiver()
@@ -83,7 +79,7 @@ def test_an_update_begins_with_the_fetch_and_ends_with_the_swap() -> None:
             assert (await receiver.finish()).pause_s == 0.5
             assert engine.core == engine.versions == list(range(1, version + 1))
 
-    run(scenario)
+    asyncio.run(scenario())
 
 
 def test_a_version_that_did_not_arrive_whole_is_not_swapped_in() -> None:
@@ -92,6 +88,8 @@ def test_a_version_that_did_not_arrive_whole_is_not_swapped_in() -> None:
         engine.may_swap.set()
         report = await receiver.begin(make_manifest(1))
         assert not report.is_complete and report.num_bad_blocks == 2
+        with pytest.raises(AssertionError, match="finish it first"):
+            await receiver.begin(make_manifest(2))
         await receiver.abandon()
         with pytest.raises(AssertionError, match="no update is in progress"):
             await receiver.finish()
@@ -100,44 +98,23 @@ def test_a_version_that_did_not_arrive_whole_is_not_swapped_in() -> None:
         await receiver.finish()
         assert engine.core == [2]
 
-    run(scenario)
+    asyncio.run(scenario())
 
 
-def test_one_update_at_a_time() -> None:
-    async def scenario() -> None:
-        engine, receiver = make_receiver()
-        await receiver.begin(make_manifest(1))
-        with pytest.raises(AssertionError, match="finish it first"):
-            await receiver.begin(make_manifest(2))
-        await receiver.stage()
-        engine.may_swap.set()
-        await receiver.finish()
-        with pytest.raises(AssertionError, match="no update is in progress"):
-            await receiver.finish()
-
-    run(scenario)
-
-
-def test_what_goes_wrong_before_the_fetch_is_raised_by_begin() -> None:
-    async def scenario() -> None:
-        engine, receiver = make_receiver()
-        engine.refuses = True
-        with pytest.raises(ConnectionError, match="the engine is gone"):
-            await receiver.begin(make_manifest(1))
-
-    run(scenario)
-
-
-def test_what_goes_wrong_after_the_fetch_is_raised_by_stage() -> None:
+def test_what_goes_wrong_is_raised_by_the_phase_that_it_ends() -> None:
     async def scenario() -> None:
         engine, receiver = make_receiver()
         engine.may_swap.set()
         assert (await receiver.begin(make_manifest(13))).is_complete
         with pytest.raises(ValueError, match="version 13 cannot be merged"):
             await receiver.stage()
+        engine, receiver = make_receiver()
+        engine.refuses = True
+        with pytest.raises(ConnectionError, match="the engine is gone"):
+            await receiver.begin(make_manifest(1))
         assert engine.core == []
 
-    run(scenario)
+    asyncio.run(scenario())
 
 
 def test_no_generator_of_a_host_swaps_before_the_last_has_staged() -> None:
@@ -155,4 +132,4 @@ def test_no_generator_of_a_host_swaps_before_the_last_has_staged() -> None:
         await receiver.finish()
         assert engine.core == [1]
 
-    run(scenario)
+    asyncio.run(scenario())

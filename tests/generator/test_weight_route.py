@@ -7,10 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from forgeasync.generator import (
-    MAX_REASONS,
     LoadTrace,
     Region,
-    WeightRoute,
     check_traces,
     derived_tensors,
     other_orders,
@@ -69,13 +67,6 @@ def test_an_order_of_the_kernels_own_is_seen(checkpoint: CheckpointTensors, orde
     }[order]
     (reason,) = other_orders({"w13": kept}, regions(), checkpoint)
     assert reason.startswith("w13 is kept in an order of its kernel (row ")
-
-
-def test_a_route_says_why_every_version_is_loaded_again() -> None:
-    assert str(WeightRoute()) == "weights are copied into the engine's parameters"
-    route = WeightRoute(reload_because=tuple(f"reason {i}" for i in range(MAX_REASONS + 2)))
-    assert not route.is_copy
-    assert str(route).endswith("while decoding stands still: reason 0; reason 1; reason 2 and 2 more")
 
 
 def test_modules_of_unknown_methods_are_not_copied_to() -> None:

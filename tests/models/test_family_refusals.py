@@ -3,18 +3,17 @@
 import dataclasses
 import io
 import json
-from collections.abc import Callable
+import re
 from pathlib import Path
 
 import pytest
 import sentencepiece
 from omegaconf import OmegaConf
-from safetensors.numpy import load_file, save_file
 from transformers import BertGenerationTokenizer
 
 from forgeasync.config import ModelFacts, RoutingReplay, RunConfig, resolve
 from forgeasync.controller import prepare
-from forgeasync.models import check_checkpoint_shapes, check_config, parse_model_facts, read_model_facts
+from forgeasync.models import check_config, parse_model_facts
 from forgeasync.schema import ConfigError
 from tests.support.config_samples import FACTS, MINIMAL, only
 from tests.support.families import LLAMA3_SCALING, VARIANTS, YARN_SCALING, write_family
@@ -26,63 +25,50 @@ def raw_config(variant: str, **changes: object) -> dict[str, object]:
     return {name: value for name, value in raw.items() if value is not ...}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_configs_as_transformers_writes_them_are_read(variant: str) -> None:
-    facts = parse_model_facts(raw_config(variant), "folder")
-    assert facts.model_type == variant.removesuffix("_tied").split("_yarn")[0].split("_one")[0].replace(
-        "llama3_rope", "llama"
-    )
-    assert facts.tie_word_embeddings == (variant in ("qwen3_tied", "llama"))
-
-
 @pytest.mark.parametrize(
     ("variant", "changes", "words"),
     [
-        ("qwen3", {"use_sliding_window": True}, ["use_sliding_window = True", "only False"]),
+        ("qwen3", {"use_sliding_window": True}, r"use_sliding_window = True.*only False"),
         (
             "qwen3",
             {"layer_types": ["full_attention", "sliding_attention"]},
-            ["layer_types", "'sliding_attention'", "only 'full_attention'"],
+            r"layer_types.*'sliding_attention'.*only 'full_attention'",
         ),
-        ("qwen3", {"attention_bias": True}, ["attention_bias = True", "only False"]),
-        ("qwen3", {"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "only 'silu'"]),
-        ("qwen3", {"intermediate_size": ...}, ["lacks intermediate_size"]),
-        ("qwen3", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5", "only 1.0"]),
-        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "'fp8'", "None"]),
-        ("llama", {"mlp_bias": True}, ["mlp_bias = True", "only False"]),
-        ("llama", {"attention_bias": True}, ["attention_bias = True", "only False"]),
-        ("llama", {"architectures": ["LlamaModel"]}, ["['LlamaModel']", "['LlamaForCausalLM']"]),
+        ("qwen3", {"attention_bias": True}, r"attention_bias = True.*only False"),
+        ("qwen3", {"hidden_act": "gelu"}, r"hidden_act = 'gelu'.*only 'silu'"),
+        ("qwen3", {"intermediate_size": ...}, r"lacks intermediate_size"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5.*only 1.0"),
+        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config.*'fp8'.*None"),
+        ("llama", {"mlp_bias": True}, r"mlp_bias = True.*only False"),
+        ("llama", {"attention_bias": True}, r"attention_bias = True.*only False"),
+        ("llama", {"architectures": ["LlamaModel"]}, r"\['LlamaModel'\].*\['LlamaForCausalLM'\]"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-            ["rope_parameters.rope_type = 'linear'", "'default' or 'llama3'"],
+            r"rope_parameters.rope_type = 'linear'.*'default' or 'llama3'",
         ),
         (
             "llama",
             {"rope_parameters": LLAMA3_SCALING | {"factor": -1}},
-            ["rope_parameters.factor = -1", "expected a positive number"],
+            r"rope_parameters.factor = -1.*expected a positive number",
         ),
-        ("deepseek_v3", {"scoring_func": ...}, ["lacks scoring_func", "'sigmoid'", "softmax to vLLM"]),
-        ("deepseek_v3", {"scoring_func": "softmax"}, ["scoring_func = 'softmax'", "only 'sigmoid'"]),
-        ("deepseek_v3", {"topk_method": "greedy"}, ["topk_method = 'greedy'", "only 'noaux_tc'"]),
-        ("deepseek_v3", {"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers = 1", "only 0"]),
-        ("deepseek_v3", {"rope_interleave": False}, ["rope_interleave = False", "only True"]),
-        ("deepseek_v3", {"rms_norm_eps": 1e-5}, ["rms_norm_eps = 1e-05", "only 1e-06"]),
+        ("deepseek_v3", {"scoring_func": ...}, r"lacks scoring_func.*'sigmoid'.*softmax to vLLM"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func = 'softmax'.*only 'sigmoid'"),
+        ("deepseek_v3", {"topk_method": "greedy"}, r"topk_method = 'greedy'.*only 'noaux_tc'"),
+        ("deepseek_v3", {"num_nextn_predict_layers": 1}, r"num_nextn_predict_layers = 1.*only 0"),
+        ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave = False.*only True"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps = 1e-05.*only 1e-06"),
         (
             "deepseek_v3",
             {"rope_parameters": YARN_SCALING | {"mscale": 0.5}},
-            ["mscale = 0.5", "mscale_all_dim = 0.8", "must be equal"],
+            r"mscale = 0.5.*mscale_all_dim = 0.8.*must be equal",
         ),
     ],
 )
-def test_variants_that_the_trainer_has_not(
-    variant: str, changes: dict[str, object], words: list[str]
-) -> None:
+def test_variants_that_the_trainer_has_not(variant: str, changes: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_model_facts(raw_config(variant, **changes), "some/folder")
-    message = only(list(caught.value.problems))
-    for word in ["model.path = 'some/folder'", *words]:
-        assert word in message
+    assert re.match(rf"model.path = 'some/folder': .*{words}", only(list(caught.value.problems)))
 
 
 def run_config(**changes: object) -> RunConfig:
@@ -107,42 +93,28 @@ def with_routing(**changes: int) -> ModelFacts:
         (
             DENSE,
             {"parallel": {"num_procs": 2, "expert": 2}},
-            ["trainer.parallel.expert = 2", "must be 1", "'qwen3' has no experts"],
+            r"parallel.expert = 2: must be 1.*'qwen3' has no experts",
         ),
         (
             dataclasses.replace(DENSE, dense_hidden_size=95),
             {"parallel": {"num_procs": 2, "tensor": 2}},
-            ["trainer.parallel.tensor = 2", "intermediate_size = 95"],
+            r"trainer.parallel.tensor = 2.*intermediate_size = 95",
         ),
-        (
-            DENSE,
-            {"router_bias": "updated"},
-            ["trainer.router_bias = 'updated'", "must be frozen", "'qwen3' have no bias"],
-        ),
-        (FACTS, {"router_bias": "updated"}, ["trainer.router_bias = 'updated'", "'qwen3_moe' have no bias"]),
-        (
-            with_routing(num_groups=3),
-            {},
-            ["n_group = 3", "n_routed_experts = 8"],
-        ),
-        (
-            with_routing(num_limited_groups=5),
-            {},
-            ["topk_group = 5", "at most n_group = 4"],
-        ),
+        (DENSE, {"router_bias": "updated"}, r"router_bias = 'updated': must be frozen.*'qwen3' have no bias"),
+        (FACTS, {"router_bias": "updated"}, r"trainer.router_bias = 'updated'.*'qwen3_moe' have no bias"),
+        (with_routing(num_groups=3), {}, r"n_group = 3.*n_routed_experts = 8"),
+        (with_routing(num_limited_groups=5), {}, r"topk_group = 5.*at most n_group = 4"),
         (
             with_routing(num_limited_groups=1),
             {},
-            ["topk_group = 1", "groups of 2 experts", "num_experts_per_tok = 3"],
+            r"topk_group = 1.*groups of 2 experts.*num_experts_per_tok = 3",
         ),
     ],
 )
 def test_settings_that_a_model_has_no_use_for(
-    facts: ModelFacts, trainer: dict[str, object], words: list[str]
+    facts: ModelFacts, trainer: dict[str, object], words: str
 ) -> None:
-    message = only(check_config(run_config(trainer=trainer), facts))
-    for word in words:
-        assert word in message
+    assert re.search(words, only(check_config(run_config(trainer=trainer), facts)))
 
 
 def test_biases_are_not_rounded() -> None:
@@ -170,60 +142,20 @@ def test_nothing_is_replayed_where_there_are_no_experts() -> None:
     assert resolve(config, FACTS) == config
 
 
-def _drop(tensors: dict[str, object]) -> None:
-    del tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
-
-
-def _add(tensors: dict[str, object]) -> None:
-    tensors["model.layers.3.eh_proj.weight"] = tensors["model.norm.weight"]
-
-
-def _swap(tensors: dict[str, object]) -> None:
-    tensors["model.layers.0.self_attn.kv_b_proj.weight"] = tensors["model.norm.weight"]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (_drop, ["lacks tensor model.layers.1.mlp.gate.e_score_correction_bias of shape (8,)"]),
-        (_add, ["model.layers.3.eh_proj.weight of shape (64,) has no place"]),
-        (_swap, ["layers.0.self_attn.kv_b_proj.weight has shape (64,)", "config.json says (320, 32)"]),
-    ],
-)
-def test_tensors_that_config_json_does_not_describe(
-    tmp_path: Path, change: Callable[[dict[str, object]], None], words: list[str]
-) -> None:
-    folder = write_family(tmp_path / "model", "deepseek_v3")
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-    message = only(check_checkpoint_shapes(folder, read_model_facts(str(folder))))
-    for word in words:
-        assert word in message
-
-
-def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
-    folder = write_family(tmp_path / "model", "llama")
-    (folder / "config.json").write_text(json.dumps(raw_config("qwen3_tied", vocab_size=23)))
-    messages = "\n".join(map(str, check_checkpoint_shapes(folder, read_model_facts(str(folder)))))
-    assert "lacks tensor model.layers.0.self_attn.q_norm.weight of shape (32,)" in messages
+def run_of(folder: Path) -> RunConfig:
+    return run_config(model={"path": str(folder), "max_context_length": 150}, trainer={"tokens_per_row": 192})
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
     folder = write_family(tmp_path / "model", "llama")
-    config = run_config(
-        model={"path": str(folder), "max_context_length": 150}, trainer={"tokens_per_row": 192}
-    )
+    config = run_of(folder)
     assert prepare(config).config.trainer.routing_replay is RoutingReplay.OFF
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     token = tokenizer["added_tokens"][0] | {"id": 23, "content": "<another>"}
     tokenizer["added_tokens"].append(token)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"^model\.path = .*24 token ids.*vocab_size = 23"):
         prepare(config)
-    message = only(list(caught.value.problems))
-    assert f"model.path = {str(folder)!r}" in message
-    assert "24 token ids" in message and "vocab_size = 23" in message
 
 
 def test_a_tokenizer_that_the_package_tokenizers_does_not_run_is_refused(tmp_path: Path) -> None:
@@ -240,12 +172,5 @@ def test_a_tokenizer_that_the_package_tokenizers_does_not_run_is_refused(tmp_pat
     )
     (tmp_path / "pieces").write_bytes(pieces.getvalue())
     BertGenerationTokenizer(str(tmp_path / "pieces")).save_pretrained(folder)
-    with pytest.raises(ConfigError) as caught:
-        prepare(
-            run_config(
-                model={"path": str(folder), "max_context_length": 150}, trainer={"tokens_per_row": 192}
-            )
-        )
-    message = only(list(caught.value.problems))
-    assert f"model.path = {str(folder)!r}" in message
-    assert "BertGenerationTokenizer" in message and "tokenizer.json" in message
+    with pytest.raises(ConfigError, match=r"^model\.path = .*BertGenerationTokenizer.*tokenizer\.json"):
+        prepare(run_of(folder))

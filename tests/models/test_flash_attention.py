@@ -34,26 +34,31 @@ def test_without_newer_kernels_attention_is_flash_attention_2(
     assert current_flash_attention_impl() is None
 
 
+@pytest.fixture
+def activated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which kernels are activated, where all are installed; by default on a Hopper."""
+    names: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr("torchtitan.models.common.attention.activate_flash_attention_impl", names.append)
+    return names
+
+
 @pytest.mark.parametrize(("capability", "wanted"), [((9, 0), "FA3"), ((10, 0), "FA4")])
 def test_an_installed_kernel_is_taken(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], wanted: str
+    monkeypatch: pytest.MonkeyPatch, activated: list[str], capability: tuple[int, int], wanted: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    activated: list[str] = []
-    monkeypatch.setattr("torchtitan.models.common.attention.activate_flash_attention_impl", activated.append)
     trainer_model.build_meta_model(FACTS)
     assert set(activated) == {wanted}
 
 
 @pytest.mark.parametrize("choice", FlashAttention)
-def test_the_trainers_section_decides(monkeypatch: pytest.MonkeyPatch, choice: FlashAttention) -> None:
+def test_the_trainers_section_decides(
+    monkeypatch: pytest.MonkeyPatch, activated: list[str], choice: FlashAttention
+) -> None:
     """On a Hopper with FA3 and FA4 installed; runtime/gpu_checks.py refuses what does not fit a GPU."""
     monkeypatch.setattr(flash_attention, "_choice", FlashAttention.AUTO)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    activated: list[str] = []
-    monkeypatch.setattr("torchtitan.models.common.attention.activate_flash_attention_impl", activated.append)
 
     class Built(Exception):
         pass

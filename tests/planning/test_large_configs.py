@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -40,24 +41,19 @@ MEAN_RESPONSE_TOKENS = 12288
 """What the configs say that they assume: tokens of a running sequence and of a response, on average."""
 
 
-def large(name: str) -> tuple[RunConfig, ModelFacts]:
-    config = load_config(CONFIGS / f"{name}.yaml")
-    return config, shipped_facts(config.model.path)
-
-
-def shipped_facts(hub_id: str) -> ModelFacts:
-    """Without a look at the hub."""
-    file = SHIPPED_MODELS / hub_id.replace("/", "--") / "config.json"
-    return parse_model_facts(json.loads(file.read_text(encoding="utf-8")), hub_id)
+def large(name: str, *overrides: str) -> tuple[RunConfig, ModelFacts]:
+    """A config and its model's shape, without a look at the hub."""
+    config = load_config(CONFIGS / f"{name}.yaml", overrides)
+    file = SHIPPED_MODELS / config.model.path.replace("/", "--") / "config.json"
+    return config, parse_model_facts(json.loads(file.read_text(encoding="utf-8")), config.model.path)
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_size_and_method_are_as_stated(name: str) -> None:
     config, facts = large(name)
     assert check_config(config, facts) == []
-    assert (num_gpus_needed(config), config.algorithm.group_size * config.algorithm.groups_per_step) == SIZES[
-        name
-    ]
+    batch = config.algorithm.group_size * config.algorithm.groups_per_step
+    assert (num_gpus_needed(config), batch) == SIZES[name]
     assert config.model.max_context_length == config.trainer.tokens_per_row == 32_768
     assert config.sampling.max_response_tokens == 30_720
     assert config.max_off_policy_steps == 8
@@ -107,19 +103,11 @@ def test_every_gpu_and_the_figures_in_the_comments(name: str) -> None:
 def test_trainers_on_fewer_gpus_would_not_fit() -> None:
     """What the comments say of half as many."""
     for name, change in (("qwen3_8b", 2), ("qwen3_30b_a3b", 8), ("qwen3_32b", 8), ("qwen3_235b_a22b", 32)):
-        config, facts = large(name)
-        fewer = load_config(CONFIGS / f"{name}.yaml", [f"trainer.parallel.num_procs={change}"])
+        config, _ = large(name)
+        fewer, facts = large(name, f"trainer.parallel.num_procs={change}")
         trainer, _, _ = memory_plan(resolve(fewer, facts), facts)
         assert fewer.trainer.parallel.num_procs * 2 == config.trainer.parallel.num_procs
         assert trainer.total is not None and trainer.total.num_bytes > least_bytes(GPU_BYTES), name
-
-
-def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(hub_id: str) -> None:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(facts_module, "_probe_hub", unreachable)
-    monkeypatch.setattr(facts_module, "try_to_load_from_cache", lambda hub_id, file: None)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -127,7 +115,8 @@ def test_dry_run_and_model_on_a_pretended_hopper(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The same plan as without a GPU, and the model that a trainer rank there would build, without FA3."""
-    no_hub(monkeypatch)
+    monkeypatch.setattr(facts_module, "_probe_hub", Mock(side_effect=ConnectionError("no network")))
+    monkeypatch.setattr(facts_module, "try_to_load_from_cache", lambda hub_id, file: None)
     config = load_config(CONFIGS / f"{name}.yaml", [f"run_dir={tmp_path / 'run'}"])
     reports = []
     for pretends in (False, True):

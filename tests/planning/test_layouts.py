@@ -20,22 +20,29 @@ H100 = round(GPU_GIB * 2**30)
 LONG_MODEL = "Qwen/Qwen3-30B-A3B-Instruct-2507"
 
 
+def long_overrides(length: int, *changes: str) -> list[str]:
+    """Sequences of ``length`` tokens, one to a row."""
+    return [
+        f"model.path={LONG_MODEL}",
+        f"model.max_context_length={length}",
+        f"trainer.tokens_per_row={length}",
+        f"sampling.max_response_tokens={length - 2048}",
+        "payload.capacity_gib=64",
+        *changes,
+    ]
+
+
 def long_run(length: int, *changes: str) -> tuple[RunConfig, ModelFacts]:
-    """The 30B run with sequences of ``length`` tokens, one to a row."""
-    config = load_config(
-        CONFIGS / "qwen3_30b_a3b.yaml",
-        [
-            f"model.path={LONG_MODEL}",
-            f"model.max_context_length={length}",
-            f"trainer.tokens_per_row={length}",
-            f"sampling.max_response_tokens={length - 2048}",
-            "payload.capacity_gib=64",
-            *changes,
-        ],
-    )
+    """The 30B run with long sequences."""
+    config = load_config(CONFIGS / "qwen3_30b_a3b.yaml", long_overrides(length, *changes))
     facts = read_model_facts(config.model.path)
     assert check_config(config, facts) == []
     return config, facts
+
+
+def with_context(config: RunConfig, degree: int) -> RunConfig:
+    full = ActivationCheckpointing.FULL
+    return Layout(context=degree, checkpointing=full, tokens_per_row=config.trainer.tokens_per_row).of(config)
 
 
 def planned_bytes(config: RunConfig, facts: ModelFacts) -> int:
@@ -55,26 +62,12 @@ def test_longer_sequences_need_context_parallelism(length: int) -> None:
     fit = fit_trainer(config, facts, gpu_bytes=H100)
     assert not fit.fits and fit.proposal is not None
     assert fit.proposal.tokens_per_row == length and fit.proposal.context > 1
-    proposed = load_config(CONFIGS / "qwen3_30b_a3b.yaml", _overrides(config, fit.proposal))
-    assert check_config(proposed, facts) == []
+    proposed, _ = long_run(length, *fit.proposal.overrides(config))
     assert planned_bytes(proposed, facts) == fit.smallest <= USABLE_SHARE * H100
     # One context degree less does not fit.
-    half = fit.proposal.context // 2
-    less = Layout(context=half, checkpointing=ActivationCheckpointing.FULL, tokens_per_row=length).of(config)
+    less = with_context(config, fit.proposal.context // 2)
     assert planned_bytes(less, facts) > USABLE_SHARE * H100
     assert fit_trainer(proposed, facts, gpu_bytes=H100).fits
-
-
-def _overrides(config: RunConfig, layout: Layout) -> list[str]:
-    """The whole of a long run with what a proposal says on top, as a user would type it."""
-    return [
-        f"model.path={LONG_MODEL}",
-        f"model.max_context_length={config.model.max_context_length}",
-        f"trainer.tokens_per_row={config.trainer.tokens_per_row}",
-        f"sampling.max_response_tokens={config.sampling.max_response_tokens}",
-        "payload.capacity_gib=64",
-        *layout.overrides(config),
-    ]
 
 
 def test_checkpointing_comes_before_context_parallelism_and_shorter_rows() -> None:
@@ -91,13 +84,7 @@ def test_checkpointing_comes_before_context_parallelism_and_shorter_rows() -> No
 def test_illegal_layouts_are_not_proposed() -> None:
     """With 4 tensor-parallel ranks at most 16 can share a row: rows are padded to multiples of 64."""
     config, facts = long_run(262144, "trainer.parallel={num_procs: 256, expert: 8, tensor: 4}")
-    full = ActivationCheckpointing.FULL
-    of_degree = {
-        degree: planned_bytes(
-            Layout(context=degree, checkpointing=full, tokens_per_row=262144).of(config), facts
-        )
-        for degree in (16, 32)
-    }
+    of_degree = {degree: planned_bytes(with_context(config, degree), facts) for degree in (16, 32)}
     assert of_degree[32] < of_degree[16]
     too_small = int((of_degree[16] - 1) / USABLE_SHARE)
     fit = fit_trainer(config, facts, gpu_bytes=too_small)
@@ -120,23 +107,17 @@ def test_a_run_on_cpus_is_not_compared_with_a_gpu() -> None:
 def test_context_parallel_ranks_hold_a_part_and_keys_of_the_whole_row() -> None:
     """By hand: a part of every layer's input, and in the last layer keys and values of the others' parts."""
     config, facts = long_run(131072)
-    tokens, element = 131072, 2
+    counts = count_parameters(facts)
     whole = {
-        degree: trainer_memory(
-            Layout(context=degree, checkpointing=ActivationCheckpointing.FULL, tokens_per_row=tokens).of(
-                config
-            ),
-            facts,
-            count_parameters(facts),
-            Machine.GPU,
-        )
+        degree: trainer_memory(with_context(config, degree), facts, counts, Machine.GPU)
         .come_and_go[0]
         .num_bytes
         for degree in (1, 2, 4)
     }
-    keys_and_values = 2 * facts.num_kv_heads * facts.head_dim * element
+    # In bfloat16.
+    keys_and_values = 2 * facts.num_kv_heads * facts.head_dim * 2
     for degree in (2, 4):
-        gathered = tokens * (1 - 1 / degree) * keys_and_values
+        gathered = 131072 * (1 - 1 / degree) * keys_and_values
         assert whole[degree] == pytest.approx(whole[1] / degree + gathered, rel=1e-9)
 
 

@@ -45,7 +45,7 @@ TINY = dataclasses.replace(
 """configs/tiny_moe_cpu.yaml's model."""
 
 
-def _case(name: str, facts: ModelFacts, *, length: int, tokens: int, changes: tuple[str, ...] = ()) -> Case:
+def _case(facts: ModelFacts, *changes: str, length: int = 160, tokens: int = 1920) -> Case:
     config = load_config(
         CONFIGS / "tiny_moe_cpu.yaml",
         [
@@ -56,50 +56,31 @@ def _case(name: str, facts: ModelFacts, *, length: int, tokens: int, changes: tu
             *changes,
         ],
     )
-    return Case(name=name, config=config, facts=facts)
+    return Case(name=facts.model_type, config=config, facts=facts)
 
 
-def _cases(num_procs: int) -> list[Case]:
-    tiny = [f"trainer.parallel={{num_procs: {num_procs}, expert: {num_procs}}}"]
-    smollm2 = [f"trainer.parallel={{num_procs: {num_procs}, expert: 1}}"]
-    cases = [
-        _case(
-            f"tiny_{choice}",
-            TINY,
-            length=160,
-            tokens=1920,
-            changes=(*tiny, f"trainer.activation_checkpointing={choice}"),
-        )
-        for choice in ("none", "selective", "full")
-    ]
-    # One each: a step of 135M parameters takes its time.
-    choices = {1: ("none",), 2: ("selective",)}[num_procs]
-    return cases + [
-        _case(
-            f"smollm2_{choice}",
-            SMOLLM2,
-            length=64,
-            tokens=64,
-            changes=(*smollm2, f"trainer.activation_checkpointing={choice}"),
-        )
-        for choice in choices
-    ]
-
-
-ALL = {f"{case.name}-{num_procs}": (case, num_procs) for num_procs in (1, 2) for case in _cases(num_procs)}
-
-
-def _marks(name: str) -> list[pytest.MarkDecorator]:
-    """A step of 135M parameters takes its time."""
-    return [pytest.mark.exhaustive] if ALL[name][0].facts is SMOLLM2 else []
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in ALL])
-def test_a_trainer_rank_allocates_what_was_planned(name: str) -> None:
-    case, num_procs = ALL[name]
-    counts = count_parameters(case.facts)
-    plan = trainer_memory(case.config, case.facts, counts, Machine.CPU)
-    output_layer = step_moments(case.config, case.facts, counts, Machine.CPU)[0]
+@pytest.mark.parametrize(
+    ("facts", "num_procs", "checkpointing"),
+    [
+        *((TINY, num_procs, choice) for num_procs in (1, 2) for choice in ("none", "selective", "full")),
+        # A step of 135M parameters takes its time.
+        pytest.param(SMOLLM2, 1, "none", marks=pytest.mark.exhaustive),
+        pytest.param(SMOLLM2, 2, "selective", marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, ModelFacts) else str(value),
+)
+def test_a_trainer_rank_allocates_what_was_planned(
+    facts: ModelFacts, num_procs: int, checkpointing: str
+) -> None:
+    case = _case(
+        facts,
+        f"trainer.parallel={{num_procs: {num_procs}, expert: {num_procs if facts.num_experts else 1}}}",
+        f"trainer.activation_checkpointing={checkpointing}",
+        **({} if facts is TINY else {"length": 64, "tokens": 64}),
+    )
+    counts = count_parameters(facts)
+    plan = trainer_memory(case.config, facts, counts, Machine.CPU)
+    output_layer = step_moments(case.config, facts, counts, Machine.CPU)[0]
     planned = {item.name: item.num_bytes for item in plan.always} | {
         "kept": output_layer.activations + output_layer.gathered_weights,
         "peak": plan.fullest.total + sum(i.num_bytes for i in plan.always if i.name == "gradients"),
@@ -116,9 +97,8 @@ def test_a_trainer_rank_allocates_what_was_planned(name: str) -> None:
         assert plan.total_bytes == pytest.approx(rank.parameters + rank.optimizer + rank.peak, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "llama", "deepseek_v3"])
-def test_parameters_are_those_that_torchtitan_builds(name: str) -> None:
-    facts = {"qwen3_moe": TINY, "llama": SMOLLM2, "deepseek_v3": DEEPSEEK}[name]
+@pytest.mark.parametrize("facts", [TINY, SMOLLM2, DEEPSEEK], ids=lambda facts: facts.model_type)
+def test_parameters_are_those_that_torchtitan_builds(facts: ModelFacts) -> None:
     model = build_meta_model(facts)
     counts = count_parameters(facts)
     assert counts.total == sum(parameter.numel() for parameter in model.parameters())
@@ -132,7 +112,7 @@ def test_kept_sets_are_counted() -> None:
     logits = 1024 * 4096 * 4
     for cut, mask, block in (("sampling.top_k=20", logits / 4, 8 * 2**20), ("sampling.top_k=0", 0.0, 0.0)):
         changes = (cut, "sampling.top_p=1.0", "sampling.min_p=0.0")
-        case = _case("kept", facts, length=160, tokens=1920, changes=changes)
+        case = _case(facts, *changes)
         first, second, *_ = step_moments(case.config, facts, count_parameters(facts), Machine.CPU)
         assert (first.logits, second.logits) == (4 * logits + mask, 2 * logits + block)
 
@@ -140,9 +120,7 @@ def test_kept_sets_are_counted() -> None:
 def test_adapters_are_counted_and_the_base_model_is_frozen() -> None:
     """By hand: 4 layers, rank 8; q 128 -> 128, k 128 -> 64, and down projections of 8 experts, 128 -> 128."""
     lora = "lora={rank: 8, alpha: 16, targets: [q_proj, k_proj, down_proj]}"
-    case = _case(
-        "lora", TINY, length=160, tokens=1920, changes=(lora, "trainer.parallel={num_procs: 2, expert: 1}")
-    )
+    case = _case(TINY, lora, "trainer.parallel={num_procs: 2, expert: 1}")
     by_hand = 4 * 8 * ((128 + 128) + (128 + 64) + 8 * (128 + 128))
     assert num_adapter_parameters(TINY, case.config.lora) == by_hand
     counts = count_parameters(TINY)
@@ -162,9 +140,7 @@ def test_adapters_are_counted_and_the_base_model_is_frozen() -> None:
 
 def test_a_penalty_on_moving_away_takes_a_second_model() -> None:
     kl = "algorithm.kl={estimator: k3, coefficient: 0.01}"
-    case = _case(
-        "kl", TINY, length=160, tokens=1920, changes=(kl, "trainer.parallel={num_procs: 2, expert: 1}")
-    )
+    case = _case(TINY, kl, "trainer.parallel={num_procs: 2, expert: 1}")
     plan = trainer_memory(case.config, TINY, count_parameters(TINY), Machine.CPU)
     always = {item.name: item.num_bytes for item in plan.always}
     assert always["reference model"] == always["parameters"]

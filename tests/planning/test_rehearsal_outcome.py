@@ -36,6 +36,7 @@ RIGHT: dict[str, float] = {
     "memory/trainer_gib": 0.6,
     "time/step_s": 1.0,
 }
+CHECKPOINT_FILES = ("step-00000002/run.json", "final/config.json")
 EVALUATED: dict[str, float] = {"eval/accuracy": 0.0, "eval/num_unscored": 0}
 
 
@@ -57,11 +58,9 @@ def _write(folder: Path, changes: dict[int, dict[str, float]], *, num_steps: int
     for name in ("trainer-0", "trainer-1", "generator-0", "scorer-0", "buffer-0", "controller"):
         run_dir.log(name).parent.mkdir(exist_ok=True)
         run_dir.log(name).touch()
-    checkpoint = run_dir.checkpoints / "step-00000002"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "run.json").touch()
-    (run_dir.checkpoints / "final").mkdir()
-    (run_dir.checkpoints / "final" / "config.json").touch()
+    for file in CHECKPOINT_FILES:
+        (run_dir.checkpoints / file).parent.mkdir(parents=True)
+        (run_dir.checkpoints / file).touch()
     return run_dir
 
 
@@ -103,34 +102,26 @@ def test_what_is_missing_has_failed(tmp_path: Path) -> None:
     run_dir = _write(tmp_path / "run", {step: {"weights/num_swaps": 0} for step in (1, 2, 3)}, num_steps=2)
     for name in ("trainer-1", "generator-0", "scorer-0"):
         run_dir.log(name).unlink()
-    (run_dir.checkpoints / "step-00000002" / "run.json").unlink()
-    (run_dir.checkpoints / "final" / "config.json").unlink()
+    for file in CHECKPOINT_FILES:
+        (run_dir.checkpoints / file).unlink()
     verdicts = _verdicts(_config(), run_dir)
     failed = {part for part, verdict in verdicts.items() if verdict is Verdict.FAILED}
-    assert failed == {
-        "trainer procs",
-        "generators",
-        "other roles",
-        "steps",
-        "publish, fetch, swap",
-        "evaluation",
-        "checkpoint",
-        "export",
-    }
+    processes = {"trainer procs", "generators", "other roles"}
+    assert failed == processes | {"steps", "publish, fetch, swap", "evaluation", "checkpoint", "export"}
 
 
-def test_equal_rewards_exercise_no_gradient(tmp_path: Path) -> None:
-    run_dir = _write(tmp_path / "run", {step: {"grad_norm": 0.0} for step in (1, 2, 3)})
-    assert _verdicts(_config(), run_dir)["gradient"] is Verdict.NOT_EXERCISED
-
-
-def test_gpus_count_where_processes_have_reserved_memory_of_them(tmp_path: Path) -> None:
-    both = {"memory/trainer_gpu_gib": 1.0, "memory/generator_gpu_gib": 2.0}
-    assert _verdicts(_config(), _write(tmp_path / "a", {1: both}))["GPUs"] is Verdict.EXERCISED
-    one = {"memory/trainer_gpu_gib": 1.0}
-    assert _verdicts(_config(), _write(tmp_path / "b", {1: one}))["GPUs"] is Verdict.FAILED
-
-
-def test_a_config_without_checkpoints_exercises_none(tmp_path: Path) -> None:
+def test_what_a_run_had_no_use_for_is_not_exercised(tmp_path: Path) -> None:
+    equal_rewards = {step: {"grad_norm": 0.0} for step in (1, 2, 3)}
+    assert _verdicts(_config(), _write(tmp_path / "a", equal_rewards))["gradient"] is Verdict.NOT_EXERCISED
     config = _config(checkpoint=tiny_config(Path("m")).checkpoint.model_copy(update={"every_steps": None}))
-    assert _verdicts(config, _write(tmp_path / "run", {}))["checkpoint"] is Verdict.NOT_EXERCISED
+    assert _verdicts(config, _write(tmp_path / "b", {}))["checkpoint"] is Verdict.NOT_EXERCISED
+
+
+@pytest.mark.parametrize(
+    ("roles", "verdict"), [(("trainer", "generator"), Verdict.EXERCISED), (("trainer",), Verdict.FAILED)]
+)
+def test_gpus_count_where_processes_have_reserved_memory_of_them(
+    tmp_path: Path, roles: tuple[str, ...], verdict: Verdict
+) -> None:
+    memory = {f"memory/{role}_gpu_gib": 1.0 for role in roles}
+    assert _verdicts(_config(), _write(tmp_path / "run", {1: memory}))["GPUs"] is verdict

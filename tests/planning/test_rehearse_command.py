@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config import HostCounts, ProcessLauncher, load_config, shares_gpus
+from forgeasync.config import HostCounts, ProcessLauncher, RunConfig, load_config, shares_gpus
 from forgeasync.controller import parse_arguments
 from forgeasync.models import read_model_facts
 from tests.support.app_runs import finish, read_lines, run_here, start, write_tiny_run
@@ -29,14 +29,17 @@ PATIENCE_S = 900.0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("app", "arguments", "message"),
     [
-        (["--hosts"], "--hosts: needs --rehearse"),
-        (["--rehearse", "--dry-run"], "not allowed with argument"),
-        (["--rehearse", "--resume", "latest"], "not allowed with argument"),
+        ({"can_rehearse": True}, ["--hosts"], "--hosts: needs --rehearse"),
+        ({"can_rehearse": True}, ["--rehearse", "--dry-run"], "not allowed with argument"),
+        ({"can_rehearse": True}, ["--rehearse", "--resume", "latest"], "not allowed with argument"),
+        # An app that cannot be rehearsed does not know the option.
+        ({}, ["--rehearse"], "unrecognized arguments: --rehearse"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
+    app: dict[str, bool],
     arguments: list[str],
     message: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -44,18 +47,9 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["grpo", "--config", str(LARGE), *arguments])
     with pytest.raises(SystemExit) as ended:
-        parse_arguments("", starts_run=True, can_rehearse=True)
+        parse_arguments("", starts_run=True, **app)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_apps_that_cannot_be_rehearsed_do_not_know_the_option(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["warmup", "--config", str(LARGE), "--rehearse"])
-    with pytest.raises(SystemExit):
-        parse_arguments("")
-    assert "unrecognized arguments: --rehearse" in capsys.readouterr().err
 
 
 def test_a_config_with_problems_is_refused_before_anything_is_made(tmp_path: Path) -> None:
@@ -67,18 +61,22 @@ def test_a_config_with_problems_is_refused_before_anything_is_made(tmp_path: Pat
     assert out == "" and not list(tmp_path.glob("run*"))
 
 
+def rehearse(tmp_path: Path, file: Path, *arguments: str, **limits: float) -> tuple[str, Path, RunConfig]:
+    """What a rehearsal has printed, its folder and the config there."""
+    code, out, err = finish(start(file, *arguments, "--rehearse", f"run_dir={tmp_path / 'run'}"), **limits)
+    assert code == 0, out + err
+    assert not (tmp_path / "run").exists()
+    (folder,) = tmp_path.glob("run-rehearsal-*")
+    return out, folder, load_config(folder / "config.yaml")
+
+
 @pytest.mark.exhaustive
 def test_a_small_run_is_rehearsed_beside_its_own_folder(tmp_path: Path) -> None:
-    file, run_dir = write_tiny_run(tmp_path), tmp_path / "run"
-    code, out, err = finish(
-        start(file, "--rehearse", f"run_dir={run_dir}", "trainer.parallel={num_procs: 1, expert: 1}")
-    )
-    assert code == 0, out + err
-    (folder,) = tmp_path.glob("run-rehearsal-*")
-    assert not run_dir.exists()
+    one_proc = "trainer.parallel={num_procs: 1, expert: 1}"
+    out, folder, config = rehearse(tmp_path, write_tiny_run(tmp_path), one_proc)
     assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [0, 1, 2, 3]
     assert (folder / "checkpoints" / "step-00000002").is_dir()
-    assert load_config(folder / "config.yaml").model.path == str(folder / "model")
+    assert config.model.path == str(folder / "model")
     before, after = out.split(f"run directory {folder}")
     assert re.search(r"model: vocab_size +│ \d+ +│ 128 ", before)
     assert re.search(r"steps +│ exercised +│ 3 of 3", after)
@@ -88,25 +86,17 @@ def test_a_small_run_is_rehearsed_beside_its_own_folder(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["qwen3_0.6b_1gpu", "qwen3_1.7b_1gpu"])
 def test_the_configs_for_one_gpu_are_rehearsed(name: str, tmp_path: Path) -> None:
-    file = CONFIGS / f"{name}.yaml"
-    code, out, err = finish(start(file, "--rehearse", f"run_dir={tmp_path / 'run'}"))
-    assert code == 0, out + err
+    out, folder, config = rehearse(tmp_path, CONFIGS / f"{name}.yaml")
     assert re.search(r"export +│ exercised", out) and "failed" not in out
-    (folder,) = tmp_path.glob("run-rehearsal-*")
-    assert shares_gpus(load_config(folder / "config.yaml"))
+    assert shares_gpus(config)
     assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(PATIENCE_S + 60.0)
 def test_a_large_topology_is_rehearsed_on_one_machine(tmp_path: Path) -> None:
-    code, out, err = finish(
-        start(LARGE, "--config", str(SLURM), "--rehearse", *OF_TWO_HOSTS, f"run_dir={tmp_path / 'run'}"),
-        deadline_s=PATIENCE_S,
-    )
-    assert code == 0, out + err
-    (folder,) = tmp_path.glob("run-rehearsal-*")
-    config = load_config(folder / "config.yaml")
+    overrides = ("--config", str(SLURM), *OF_TWO_HOSTS)
+    out, folder, config = rehearse(tmp_path, LARGE, *overrides, deadline_s=PATIENCE_S)
     assert config.launcher == ProcessLauncher(kind="process", hosts=HostCounts(trainer=1, generators=1))
     assert config.trainer.parallel.expert == 2 and config.generator.tensor_parallel == 2
     assert config.trainer.dtype == config.generator.dtype == "bfloat16"

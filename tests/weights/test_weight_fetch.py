@@ -56,34 +56,20 @@ class Publisher:
     """Two ranks: each has half of the big tensor's rows; one the experts, the other the norm."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        item = dtype.itemsize
-        big = ROWS * 1024 * item
-        halves = [
-            Piece(
-                names=("big",),
-                shape=SHAPES["big"],
-                box=Box(start=(rank * ROWS, 0), size=(ROWS, 1024)),
-                offset=0,
-            )
-            for rank in range(2)
-        ]
-        experts = Piece(
-            names=tuple(f"expert{i}" for i in range(NUM_EXPERTS)),
-            shape=SHAPES["experts"],
-            box=Box(start=(0, 0), size=SHAPES["experts"]),
-            offset=big,
-        )
+        big = ROWS * 1024 * dtype.itemsize
+        names = tuple(f"expert{i}" for i in range(NUM_EXPERTS))
+        box = Box(start=(0, 0), size=SHAPES["experts"])
+        experts = Piece(names=names, shape=SHAPES["experts"], box=box, offset=big)
         norm = Piece(names=("norm",), shape=(7,), box=Box(start=(0,), size=(7,)), offset=big + 64)
-        ranks = (
-            RankLayout(
-                rank=0,
-                host_id="h",
-                pieces=(halves[0], experts),
-                num_bytes=big + experts.num_elements * item,
-            ),
-            RankLayout(rank=1, host_id="h", pieces=(halves[1], norm), num_bytes=big + 64 + 7 * item),
-        )
-        self.layout = WeightLayout(dtype=dtype, ranks=ranks)
+        ranks = []
+        for rank, other in enumerate((experts, norm)):
+            box = Box(start=(rank * ROWS, 0), size=(ROWS, 1024))
+            half = Piece(names=("big",), shape=SHAPES["big"], box=box, offset=0)
+            num_bytes = other.offset + other.num_elements * dtype.itemsize
+            ranks.append(RankLayout(rank=rank, host_id="h", pieces=(half, other), num_bytes=num_bytes))
+        self.layout = WeightLayout(dtype=dtype, ranks=tuple(ranks))
+        self.num_bytes = sum(rank.num_bytes for rank in ranks)
+        """With what lies between pieces."""
         self.buffers = [StagingBuffers(folder, rank, dtype) for rank in ranks]
 
     def publish(self, version: int, slot: int, weights: dict[str, torch.Tensor]) -> Manifest:
@@ -150,20 +136,27 @@ def test_versions_arrive_bit_for_bit_in_the_generators_dtype(tmp_path: Path, dty
     publisher = Publisher(tmp_path, dtype)
     fetcher, _ = publisher.fetcher(tmp_path)
     for version in range(1, 5):
-        weights = make_weights(version)
+        # The last is as the one before it: without a delta everything moves again.
+        weights = make_weights(min(version, 3))
         report = fetch(fetcher, publisher.publish(version, version % 2, weights))
         assert report.is_complete and report.num_bad_blocks == 0
-        assert report.num_bytes_moved == sum(rank.num_bytes for rank in publisher.layout.ranks)
+        assert report.num_bytes_moved == publisher.num_bytes
         assert report.num_bytes_needed == publisher.layout.num_bytes
         publisher.assert_received(tmp_path, weights)
 
 
-def test_what_is_never_fetched_takes_no_memory(tmp_path: Path) -> None:
+def test_files_are_private_and_what_is_never_fetched_takes_no_memory(tmp_path: Path) -> None:
     """Staging buffers are allocated at once, a receive buffer page by page."""
-    publisher = Publisher(tmp_path)
-    publisher.fetcher(tmp_path)
-    assert (tmp_path / "receive-buffer").stat().st_blocks == 0
-    assert all(path.stat().st_blocks > 0 for buffer in publisher.buffers for path in buffer.paths)
+    umask = os.umask(0)
+    try:
+        publisher = Publisher(tmp_path)
+        _, receive_buffer = publisher.fetcher(tmp_path)
+    finally:
+        os.umask(umask)
+    staging = [path for buffer in publisher.buffers for path in buffer.paths]
+    assert {path.stat().st_mode & 0o777 for path in (receive_buffer.path, *staging)} == {0o600}
+    assert receive_buffer.path.stat().st_blocks == 0
+    assert all(path.stat().st_blocks > 0 for path in staging)
 
 
 def test_a_buffer_overwritten_while_it_is_read_is_noticed(tmp_path: Path) -> None:
@@ -203,8 +196,7 @@ def test_a_bad_block_is_counted_and_fetched_again(tmp_path: Path) -> None:
     weights = make_weights(1)
     report = fetch(fetcher, publisher.publish(1, 0, weights))
     assert report.is_complete and report.num_bad_blocks == 1
-    whole = sum(rank.num_bytes for rank in publisher.layout.ranks)
-    assert report.num_bytes_moved == whole + BLOCK_BYTES
+    assert report.num_bytes_moved == publisher.num_bytes + BLOCK_BYTES
     publisher.assert_received(tmp_path, weights)
 
 
@@ -212,18 +204,7 @@ def test_what_the_engine_does_not_take_is_not_moved(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path)
     fetcher, _ = publisher.fetcher(tmp_path, unneeded=1)
     report = fetch(fetcher, publisher.publish(1, 0, make_weights(1)))
-    assert report.is_complete
-    whole = sum(rank.num_bytes for rank in publisher.layout.ranks)
-    assert report.num_bytes_moved == whole - 2 * BLOCK_BYTES
-
-
-def test_without_a_delta_everything_moves_again(tmp_path: Path) -> None:
-    publisher = Publisher(tmp_path)
-    fetcher, _ = publisher.fetcher(tmp_path)
-    weights = make_weights(1)
-    first, second = (fetch(fetcher, publisher.publish(version, version % 2, weights)) for version in (1, 2))
-    assert first.num_bytes_moved == second.num_bytes_moved
-    assert first.num_bytes_moved == sum(rank.num_bytes for rank in publisher.layout.ranks)
+    assert report.is_complete and report.num_bytes_moved == publisher.num_bytes - 2 * BLOCK_BYTES
 
 
 class FailingTransport(SharedMemoryTransport):
@@ -256,23 +237,12 @@ def test_blocks_that_a_failed_fetch_overwrote_are_not_held(tmp_path: Path) -> No
     publisher.assert_received(tmp_path, weights)
 
 
-def test_nobody_else_can_open_the_files(tmp_path: Path) -> None:
-    umask = os.umask(0)
-    try:
-        publisher = Publisher(tmp_path)
-        _, receive_buffer = publisher.fetcher(tmp_path)
-    finally:
-        os.umask(umask)
-    paths = [receive_buffer.path, *(path for buffer in publisher.buffers for path in buffer.paths)]
-    assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}
-
-
 def test_a_delta_moves_the_blocks_that_changed(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path)
     fetcher, _ = publisher.fetcher(tmp_path, delta=True)
     weights = make_weights(1)
     first = fetch(fetcher, publisher.publish(1, 0, weights))
-    assert first.num_bytes_moved == sum(rank.num_bytes for rank in publisher.layout.ranks)
+    assert first.num_bytes_moved == publisher.num_bytes
     assert fetch(fetcher, publisher.publish(2, 1, weights)).num_bytes_moved == 0
     # Version 3 changes one element and is missed; version 4 changes another one in another block.
     weights["big"][5, 5] += 1
@@ -315,9 +285,7 @@ def test_a_manifest_of_another_layout_is_refused(tmp_path: Path) -> None:
 
 def test_more_than_the_shared_memory_has_is_refused() -> None:
     # In shared memory itself, which refuses at once; a disk would be filled first.
-    box = Box(start=(0,), size=(2**40,))
-    piece = Piece(names=("w",), shape=box.size, box=box, offset=0)
-    layout = RankLayout(rank=0, host_id="h", pieces=(piece,), num_bytes=2**42)
+    layout = RankLayout(rank=0, host_id="h", pieces=(), num_bytes=2**42)
     with pytest.raises(ValueError, match="bytes of shared memory, more than is left"):
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
             StagingBuffers(Path(folder), layout, torch.float32)
@@ -359,22 +327,17 @@ def test_two_generators_fetch_a_version_into_one_buffer(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path)
     weights = make_weights(1)
     manifest = publisher.publish(1, 0, weights)
-    _, receive_buffer = publisher.fetcher(tmp_path)
-    reports = []
+    receive_buffer, reports = None, []
     for index in range(2):
-        fetcher, _ = publisher.fetcher(
+        fetcher, receive_buffer = publisher.fetcher(
             tmp_path, receive_buffer=receive_buffer, share=HostShare(index=index, count=2)
         )
-        reports.append(asyncio.run(fetcher.fetch(manifest)))
+        reports.append(fetch(fetcher, manifest))
         assert reports[-1].is_complete
-        assert reports[-1].num_bytes_moved < sum(rank.num_bytes for rank in publisher.layout.ranks), (
-            "a share is not all"
-        )
+        assert reports[-1].num_bytes_moved < publisher.num_bytes, "a share is not all"
     publisher.assert_received(tmp_path, weights)
     joined = merge_host_reports(reports)
-    assert joined.is_complete and joined.num_bytes_moved == sum(
-        rank.num_bytes for rank in publisher.layout.ranks
-    )
+    assert joined.is_complete and joined.num_bytes_moved == publisher.num_bytes
     assert joined.num_bytes_needed == reports[0].num_bytes_needed
 
 

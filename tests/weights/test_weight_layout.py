@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -186,22 +186,19 @@ def test_elements_that_nobody_publishes_are_a_bug() -> None:
 
 def test_only_the_blocks_that_hold_something_are_needed() -> None:
     per_block = BLOCK_BYTES // 4
-    piece = Piece(
-        names=("a", "b"), shape=(2 * per_block,), box=Box(start=(0,), size=(2 * per_block,)), offset=0
-    )
-    layout = WeightLayout(
-        dtype=torch.float32,
-        ranks=(RankLayout(rank=0, host_id="h", pieces=(piece,), num_bytes=4 * BLOCK_BYTES),),
-    )
-    box = Box(start=(per_block - 1,), size=(2,))
-    target = Target(name="b", box=box, parameter="p", target_offset=0, target_strides=(1,))
-    (needed,) = needed_blocks(layout, plan_copies(layout, [target]))
-    assert needed.tolist() == [False, False, True, True]
-    (needed,) = needed_blocks(layout, plan_copies(layout, [replace(target, name="a")]))
-    assert needed.tolist() == [True, True, False, False] and needed.dtype == bool
-    last_two = replace(target, name="a", box=Box(start=(per_block - 2,), size=(2,)))
-    (needed,) = needed_blocks(layout, plan_copies(layout, [last_two]))
-    assert needed.tolist() == [True, False, False, False]
+    box = Box(start=(0,), size=(2 * per_block,))
+    piece = Piece(names=("a", "b"), shape=box.size, box=box, offset=0)
+    rank = RankLayout(rank=0, host_id="h", pieces=(piece,), num_bytes=4 * BLOCK_BYTES)
+    layout = WeightLayout(dtype=torch.float32, ranks=(rank,))
+    for name, start, expected in (
+        ("b", per_block - 1, [False, False, True, True]),
+        ("a", per_block - 1, [True, True, False, False]),
+        ("a", per_block - 2, [True, False, False, False]),
+    ):
+        box = Box(start=(start,), size=(2,))
+        target = Target(name=name, box=box, parameter="p", target_offset=0, target_strides=(1,))
+        (needed,) = needed_blocks(layout, plan_copies(layout, [target]))
+        assert needed.tolist() == expected and needed.dtype == bool
 
 
 @given(
@@ -244,10 +241,5 @@ def test_two_sets_of_weights_in_one_layout_are_read_apart() -> None:
         found = dict(whole_tensors(part, [image]))
         assert found.keys() == values.keys()
         assert all(torch.equal(found[name], sign * tensor) for name, tensor in values.items())
-
-
-def test_without_an_average_the_policy_is_all_of_a_layout() -> None:
-    weight = NamedWeight(names=("a",), tensor=torch.zeros(3))
-    rank = lay_out([weight], [0], rank=0, host_id="h", itemsize=4)
-    layout = WeightLayout(dtype=torch.float32, ranks=(rank,))
-    assert layout.of(WeightSet.POLICY).ranks == layout.ranks and not layout.of(WeightSet.AVERAGE).shapes
+        # Of a layout with one set, that set is all.
+        assert part.of(WeightSet.POLICY).ranks == part.ranks and not part.of(WeightSet.AVERAGE).shapes

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forgeasync.weights import (
@@ -115,24 +115,6 @@ def test_a_rank_publishes_what_it_was_dealt() -> None:
     assert layout.num_blocks == 2
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_shard_is_its_part_of_the_whole_tensor(tmp_path: Path) -> None:
-    """Of sharded tensors each rank stages what it holds; here one rank holds all, also of stacked experts."""
-    mesh = init_device_mesh("cpu", (1,))
-    whole = make_weights(3)
-    sharded = [
-        NamedWeight(names=weight.names, tensor=distribute_tensor(weight.tensor, mesh, [Shard(0)]))
-        for weight in whole
-    ]
-    publisher = WeightPublisher(sharded, torch.float32, host_id="here")
-    expected = lay_out(whole, range(len(whole)), rank=0, host_id="here", itemsize=4)
-    assert publisher.layout == expected
-    asyncio.run(publisher.open(tmp_path, Recording(), generator_hosts=frozenset()))
-    publish(publisher, 1, 1, sharded)
-    norm = publisher.buffers.bytes(1)[:28].clone().view(torch.float32)
-    assert torch.equal(norm, whole[0].tensor)
-
-
 @pytest.mark.usefixtures("third_of_four")
 def test_a_rank_publishes_its_rows_and_its_experts() -> None:
     """Rank 2 of 2 x 2: of rows sharded over four the third part, of 6 experts x 8 x 10 the second half's 3,
@@ -162,9 +144,3 @@ def test_a_rank_publishes_its_rows_and_its_experts() -> None:
     assert (second.names, second.shape) == (names[3:], (8, 10))
     assert (second.box, second.offset) == (Box(start=(0, 0), size=(8, 5)), ALIGNMENT)
     assert layout.num_bytes == ALIGNMENT + 4 * 3 * 8 * 5
-
-
-def test_experts_without_a_name_each_are_a_bug() -> None:
-    weight = NamedWeight(names=EXPERTS[:2], tensor=torch.zeros(3, 5, 4))
-    with pytest.raises(AssertionError, match=r"2 names for \(3, 5, 4\)"):
-        lay_out([weight], [0], rank=0, host_id="here", itemsize=4)

@@ -54,7 +54,7 @@ def _watch(model: torch.nn.Module, seen: Seen) -> None:
     """Look at all parameters before the forward pass, in every layer of it, and after it."""
     values: set[float] = set()
 
-    def look(module: torch.nn.Module) -> None:
+    def look(module: torch.nn.Module, *_: Any) -> None:
         for name, parameter in module.named_parameters():
             is_vocabulary = name.startswith(("lm_head", "model.embed_tokens"))
             # The padding of the vocabulary keeps its zeros.
@@ -63,9 +63,6 @@ def _watch(model: torch.nn.Module, seen: Seen) -> None:
 
     def before(module: torch.nn.Module, *_: Any) -> None:
         values.clear()
-        look(module)
-
-    def inside(module: torch.nn.Module, *_: Any) -> None:
         look(module)
 
     def after(module: torch.nn.Module, *_: Any) -> None:
@@ -77,7 +74,7 @@ def _watch(model: torch.nn.Module, seen: Seen) -> None:
 
     model.register_forward_pre_hook(before)
     for layer in model.model.layers:
-        layer.register_forward_pre_hook(inside)
+        layer.register_forward_pre_hook(look)
     model.register_forward_hook(after)
 
 

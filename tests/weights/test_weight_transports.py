@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,11 +15,8 @@ import torch
 
 from forgeasync.config import (
     BUILT_IN_TRANSPORTS,
-    RunConfig,
     TransportChoice,
     WeightsSection,
-    dump_config,
-    load_config,
 )
 from forgeasync.controller import check
 from forgeasync.models import check_config
@@ -48,7 +46,7 @@ from forgeasync.weights import (
     require_reach,
     whole_tensors,
 )
-from tests.support.config_samples import FACTS, minimal_config
+from tests.support.config_samples import FACTS, minimal_config, only
 from tests.support.weight_service import write_own_transport
 
 HOST = "here"
@@ -159,16 +157,11 @@ def test_torchstore_is_imported_only_where_it_is_used() -> None:
     code = (
         "import sys; import apps.grpo; "
         "from forgeasync.weights import build_transport; "
-        "[build_transport(name) for name in ('auto', 'shared_memory', 'rdma')]; "
+        f"[build_transport(name) for name in {[*BUILT_IN_TRANSPORTS]} if name != 'torchstore']; "
         "assert 'torchstore' not in sys.modules; "
         "build_transport('torchstore'); assert 'torchstore' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("name", BUILT_IN_TRANSPORTS)
-def test_names_of_the_config_stay(name: str) -> None:
-    assert isinstance(build_transport(WeightsSection(transport=name).transport), Transport)
 
 
 class NearTransport(Transport):
@@ -196,45 +189,38 @@ class Half(Transport):
         return None
 
 
-def refusal(config: RunConfig) -> str:
-    (problem,) = check_transport(config)
-    return str(problem)
-
-
 @pytest.mark.parametrize(
     ("transport", "words"),
     [
-        ("carrier_pigeon", ["weights.transport = 'carrier_pigeon'", "auto, shared_memory, rdma, torchstore"]),
-        ("3", ["weights.transport = 3", "expected text, got a whole number"]),
-        ("{kind: python}", ["weights.transport.factory", "required key is missing"]),
-        ("{kind: python, factory: a.b, option: {}}", ["weights.transport.option", "did you mean"]),
+        ("carrier_pigeon", r"weights.transport = 'carrier_pigeon'.*auto, shared_memory, rdma, torchstore"),
+        ("3", r"weights.transport = 3.*expected text, got a whole number"),
+        ("{kind: python}", r"weights.transport.factory.*required key is missing"),
+        ("{kind: python, factory: a.b, option: {}}", r"weights.transport.option.*did you mean"),
     ],
 )
-def test_what_is_no_transport_is_refused_on_loading(transport: str, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_what_is_no_transport_is_refused_on_loading(transport: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
         minimal_config(f"weights.transport={transport}")
     assert len(refused.value.problems) == 1, refused.value
-    assert all(word in str(refused.value) for word in words), refused.value
 
 
 @pytest.mark.parametrize(
-    ("transport", "words"),
+    ("factory", "words"),
     [
-        ("{factory: nowhere.at_all.Transport}", ["= 'nowhere.at_all.Transport'", "cannot be imported"]),
-        ("{factory: math.pi}", ["weights.transport = 'math.pi'", "is a float"]),
-        ("{factory: collections.OrderedDict}", ["makes a OrderedDict", "transport.Transport"]),
-        (f"{{factory: {__name__}.Half}}", ["cannot be built", "TypeError", "connect", "read"]),
+        ("nowhere.at_all.Transport", r"= 'nowhere.at_all.Transport'.*cannot be imported"),
+        ("math.pi", r"weights.transport = 'math.pi'.*is a float"),
+        ("collections.OrderedDict", r"makes a OrderedDict.*transport.Transport"),
+        (f"{__name__}.Half", r"cannot be built.*TypeError.*connect.*read"),
         (
-            "{factory: forgeasync.weights.transports.rdma.RdmaTransport, options: {speed: 3}}",
-            ["options {'speed': 3}", "TypeError"],
+            f"{RdmaTransport.__module__}.RdmaTransport, options: {{speed: 3}}",
+            r"options {'speed': 3}.*TypeError",
         ),
     ],
 )
-def test_a_transport_that_cannot_be_made_is_refused_before_a_run(transport: str, words: list[str]) -> None:
-    config = minimal_config(f"weights.transport={transport.replace('{', '{kind: python, ', 1)}")
+def test_a_transport_that_cannot_be_made_is_refused_before_a_run(factory: str, words: str) -> None:
+    config = minimal_config(f"weights.transport={{kind: python, factory: {factory}}}")
     assert not check_config(config, FACTS)
-    message = refusal(config)
-    assert all(word in message for word in words), message
+    assert re.search(words, only(list(check_transport(config))))
     with pytest.raises(ConfigError, match=r"weights\.transport"):
         check(config)
 
@@ -245,7 +231,7 @@ def test_a_transport_that_cannot_be_made_is_refused_before_a_run(transport: str,
 def test_one_that_stays_on_a_host_is_refused_between_hosts(transport: str) -> None:
     override = f"weights.transport={transport}"
     assert not list(check_transport(minimal_config(override)))
-    message = refusal(minimal_config(override, "launcher.kind=process"))
+    message = only(list(check_transport(minimal_config(override, "launcher.kind=process"))))
     for words in ("weights.transport = '", "auto, rdma or torchstore", "launcher.kind = 'process'"):
         assert words in message
 
@@ -266,10 +252,3 @@ def test_units_smaller_than_a_block_are_refused() -> None:
         ValueError, match=r"NearTransport\.granularity = 131072; must be a multiple of 262144"
     ):
         connect_transports(section, layout, [StagingSource(host_id=HOST, paths=())], generator_host=HOST)
-
-
-def test_one_of_your_own_survives_being_written_and_read_back(tmp_path: Path) -> None:
-    config = minimal_config("weights.transport={kind: python, factory: a.B, options: {folder: /mnt/weights}}")
-    assert config.weights.transport == PythonCode(factory="a.B", options={"folder": "/mnt/weights"})
-    (tmp_path / "again.yaml").write_text(dump_config(config))
-    assert load_config(tmp_path / "again.yaml") == config

@@ -15,17 +15,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.config import ParallelSection, RunConfig, SamplingSection, TransportChoice, WeightsSection
+from forgeasync.config import (
+    LoraSection,
+    ParallelSection,
+    RunConfig,
+    SamplingSection,
+    TransportChoice,
+    WeightsSection,
+)
 from forgeasync.models import read_model_facts
 from forgeasync.runtime import (
+    CancelledGroup,
     GeneratorRouter,
     LocalHosts,
     ProcessManager,
     RefusedGroup,
+    SampledResponse,
     TrainerMesh,
     connect_weights,
 )
 from forgeasync.testing import tiny_config, write_tiny_model
+from forgeasync.trainer import assign_rows, items_of, whole_response
 from forgeasync.weights import FetchReport, WeightExchange, WeightLedger
 from tests.support.engines import assert_engine_holds
 from tests.support.trainer_and_generators import start_both
@@ -43,12 +53,18 @@ class Case:
     num_generators: int
     trainer_host: str = "host-0"
     delta: bool = False
+    lora: tuple[str, ...] = ()
+    """The layers that have adapters: only these travel, merged on arrival."""
 
 
+EP2 = ParallelSection(num_procs=2, expert=2)
+ALL_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SERVED = "ep2-adapters_of_attention"
+"""By vLLM itself, beside base weights that never change."""
 CASES = {
     "fsdp2-own-2_generators": Case(parallel=ParallelSection(num_procs=2), transport=None, num_generators=2),
     "ep2-rdma-1_generator": Case(
-        parallel=ParallelSection(num_procs=2, expert=2),
+        parallel=EP2,
         transport="auto",
         num_generators=1,
         trainer_host="host-1",
@@ -69,6 +85,12 @@ CASES = {
         transport="rdma",
         num_generators=2,
     ),
+    "ep2-adapters_of_all": Case(parallel=EP2, transport="auto", num_generators=1, lora=ALL_LAYERS),
+    # Each shares a parameter of the engine with a layer that stays as it is.
+    "ep2-adapters_of_parts": Case(
+        parallel=EP2, transport="auto", num_generators=1, lora=("v_proj", "up_proj")
+    ),
+    SERVED: Case(parallel=EP2, transport="auto", num_generators=1, lora=("q_proj", "v_proj", "o_proj")),
 }
 
 
@@ -77,12 +99,16 @@ class Seen:
     """What one case ended with."""
 
     parameters: list[list[dict[str, torch.Tensor]]]
-    exported: dict[str, torch.Tensor]
+    fresh_metrics: dict[str, float]
+    """Of a step on what was sampled under the last version."""
     fetches: list[FetchReport]
     span_versions: list[tuple[int, ...]]
-    num_skipped: int
+    seeded: list[tuple[SampledResponse, ...]]
+    """Responses to one prompt with one seed, twice."""
 
 
+PROMPT = np.arange(3, 9, dtype=np.int32)
+SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=24)
 _group_ids = itertools.count()
 
 
@@ -90,10 +116,7 @@ async def _load(generators: GeneratorRouter, is_done: asyncio.Event, spans: list
     """Keeps a generator busy, and notes the versions that every response went through."""
     while not is_done.is_set():
         answer = await generators.sample_group(
-            next(_group_ids),
-            np.arange(3, 9, dtype=np.int32),
-            num_samples=8,
-            sampling=SamplingSection(max_response_tokens=100),
+            next(_group_ids), PROMPT, num_samples=8, sampling=SamplingSection(max_response_tokens=100)
         )
         assert not isinstance(answer, RefusedGroup), answer
         spans += [tuple(span.version for span in rollout.version_spans) for rollout in answer]
@@ -119,6 +142,20 @@ async def _publish(trainer: TrainerMesh, exchange: WeightExchange, vocab_size: i
         await exchange.publish(trainer.stage_weights)
 
 
+async def _train_on_fresh(trainer: TrainerMesh, generators: GeneratorRouter) -> dict[str, float]:
+    answer = await generators.sample_group(next(_group_ids), PROMPT, num_samples=6, sampling=SAMPLING)
+    assert not isinstance(answer, RefusedGroup | CancelledGroup), answer
+    items = [
+        item
+        for index, rollout in enumerate(answer)
+        for item in items_of(rollout, whole_response(1.0 if index % 2 else -1.0), weight=1.0)
+    ]
+    rows = assign_rows(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
+    result = await trainer.train_items([rows], step=NUM_UPDATES + 1)
+    await generators.free_payloads(answer)
+    return result.metrics
+
+
 async def _catch_up(trainer: TrainerMesh, exchange: WeightExchange) -> None:
     while True:
         await exchange.until_owed()
@@ -130,6 +167,7 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
     manager = ProcessManager(out / "logs", LocalHosts(trainer_id=case.trainer_host))
     try:
         trainer, generators = await start_both(manager, config, folder)
+        await trainer.connect(generators)
         await connect_weights(manager, config, trainer, generators)
         exchange = WeightExchange(WeightLedger(lease_timeout_s=config.weights.lease_timeout_s))
         fetches: list[FetchReport] = []
@@ -148,13 +186,32 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
         await trainer.save_hf(out / "exported", source=folder)
         return Seen(
             parameters=[await replica.actor.parameters.call_one() for replica in generators.pool.replicas],
-            exported=load_file(out / "exported" / "model-00001-of-00001.safetensors"),
             fetches=fetches,
             span_versions=spans,
-            num_skipped=exchange.state.num_skipped,
+            seeded=[
+                await generators.respond(PROMPT, num_samples=4, sampling=SAMPLING, seed=7) for _ in range(2)
+            ],
+            fresh_metrics=await _train_on_fresh(trainer, generators),
         )
     finally:
         await manager.close()
+
+
+def exported_weights(folder: Path, exported: Path, lora: LoraSection | None) -> dict[str, torch.Tensor]:
+    """What was exported; of adapters the base folder's tensors plus (alpha / rank) B A."""
+    if lora is None:
+        return load_file(exported / "model-00001-of-00001.safetensors")
+    tensors, stored = (
+        load_file(folder / "model.safetensors"),
+        load_file(exported / "adapter_model.safetensors"),
+    )
+    for name, a in stored.items():
+        if "lora_A" in name:
+            b = stored[name.replace("lora_A", "lora_B")]
+            target = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            product = lora.alpha / lora.rank * b.double() @ a.double()
+            tensors[target] = (tensors[target].double() + product).float()
+    return tensors
 
 
 REPRESENTATIVE = ("ep2-rdma-1_generator",)
@@ -182,15 +239,29 @@ def test_engines_end_with_the_trainers_weights(
             "generator": base.generator.model_copy(update={"num_replicas": case.num_generators}),
             "trainer": base.trainer.model_copy(update={"parallel": case.parallel}),
             "weights": WeightsSection(transport=transport, delta=case.delta),
+            "sampling": SAMPLING,
+            "lora": LoraSection(rank=4, alpha=8.0, targets=case.lora) if case.lora else None,
         }
     )
     seen = asyncio.run(_scenario(config, case, folder, tmp_path))
     before = load_file(folder / "model.safetensors")
-    assert not [name for name in before if torch.equal(before[name], seen.exported[name])], "not updated"
-    for workers in seen.parameters:
-        assert_engine_holds(workers, seen.exported)
+    exported = exported_weights(folder, tmp_path / "exported", config.lora)
+    changed = [name for name in before if not torch.equal(before[name], exported[name])]
+    # Of adapted layers: two of attention, two with four experts.
+    num_adapted = sum(2 if target[0] in "qkvo" else 8 for target in case.lora)
+    assert len(changed) == (num_adapted or len(before))
+    for workers in seen.parameters if name != SERVED else ():
+        assert_engine_holds(workers, exported, atol=1e-6 if case.lora else 0.0)
+    # Through the same experts and over the same kept sets, the ratio of fresh data is 1 up to rounding.
+    assert seen.fresh_metrics["mismatch/logprob_abs_max"] < 1e-4
+    assert seen.fresh_metrics["routing/recorded_share"] == 1.0
+    full_bytes = sum(tensor.nbytes for tensor in exported.values())
+    assert not case.lora or max(fetch.num_bytes_moved for fetch in seen.fetches) < full_bytes / 2
     assert all(fetch.is_complete for fetch in seen.fetches)
     assert len(list(tmp_path.glob("rank-*-slot-*"))) == (4 if case.transport is None else 0)
     assert len(seen.fetches) > 1, "no version before the last was ever served"
     assert all(list(spans) == sorted(set(spans)) for spans in seen.span_versions)
     assert any(len(spans) > 1 for spans in seen.span_versions), "no sequence was running during an update"
+    for first, second in zip(*seen.seeded, strict=True):
+        assert (first.response, first.versions) == (second.response, second.versions)
+        assert first.ids_T.tolist() == second.ids_T.tolist()
