@@ -13,16 +13,7 @@ from typing import Any
 
 import chaos_injector
 import pytest
-from chaos_faults import (
-    HOST,
-    KINDS,
-    MOMENTS,
-    SUPERVISED,
-    Kind,
-    Moment,
-    Planned,
-    plan,
-)
+from chaos_faults import HOST, KINDS, MOMENTS, SUPERVISED, Kind, Moment, Planned, plan
 from chaos_injector import Injector, Orders
 from chaos_run import may_be_of
 
@@ -205,10 +196,7 @@ def test_a_disk_fails_again_once_every_file_was_written(
 ) -> None:
     """Each file that is refused in an outage has lines of its own."""
     monkeypatch.setattr(chaos_injector, "OUTAGE_S", 0.0)
-    injector = inject(
-        run_dir,
-        *(planned("storage", Kind.FULL_DISK, at_step=1) for _ in range(3)),
-    )
+    injector = inject(run_dir, *(planned("storage", Kind.FULL_DISK, at_step=1) for _ in range(3)))
     write_procs(run_dir)
     write_lines(run_dir / "metrics.jsonl", {"step": 1, "time/step_s": 0.01})
     run_dir.with_suffix(".out").write_text(
@@ -294,9 +282,7 @@ def obey(tmp_path: Path, start: Start) -> Obey:
     return obey
 
 
-def test_a_process_ends_itself_when_ordered_to(
-    obey: Obey,
-) -> None:
+def test_a_process_ends_itself_when_ordered_to(obey: Obey) -> None:
     process, orders = obey("time.sleep(1000)")
     order = orders.give(process.pid, "exit")
     assert process.wait() == 13
@@ -306,10 +292,7 @@ def test_a_process_ends_itself_when_ordered_to(
 
 @pytest.mark.parametrize(("kind", "said"), [("full_disk", "28"), ("failing_disk", "5")])
 def test_a_disk_refuses_what_is_below_its_folder_until_the_order_is_ended(
-    tmp_path: Path,
-    obey: Obey,
-    kind: str,
-    said: str,
+    tmp_path: Path, obey: Obey, kind: str, said: str
 ) -> None:
     body = f"""
 from pathlib import Path

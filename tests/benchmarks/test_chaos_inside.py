@@ -61,10 +61,7 @@ ACTOR = actor_mesh._Actor()
 
 
 def test_messages_are_held_in_order_and_counted(
-    inside: ModuleType,
-    handled: list[tuple[Any, ...]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    inside: ModuleType, handled: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = actor_mesh._Actor.handle
     clock, is_over = VirtualTime(), threading.Event()

@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 from chaos import measured_band
-from chaos_faults import (
-    HOST,
-    STORAGE,
-    Injected,
-    Kind,
-    Moment,
-    Planned,
-)
+from chaos_faults import HOST, STORAGE, Injected, Kind, Moment, Planned
 from chaos_report import (
     Evidence,
     accuracy_of,
@@ -163,10 +156,7 @@ def _injected(place: int, **values: object) -> Callable[[Evidence], Evidence]:
         (_injected(3, words="num_messages: 0"), "has held no message"),
         (_injected(0, time_s=50.0), r"scorer: fault 3 \(sigstop, step\) was not detected"),
         (lambda one: dataclasses.replace(one, steps=one.steps[:-1]), "has steps .* not 1 to 4"),
-        (
-            lambda one: dataclasses.replace(one, steps=[*one.steps, one.steps[-1]]),
-            "has steps .* not 1 to 4",
-        ),
+        (lambda one: dataclasses.replace(one, steps=[*one.steps, one.steps[-1]]), "has steps .* not 1 to 4"),
         (_last_step(faults__recovered_scorer=1.0), "faults/recovered_scorer = 1, and faults.jsonl has 2"),
         (_last_step(faults__detected_buffer=1.0), "faults/detected_buffer = 1, and faults.jsonl has 0"),
         (_rollout(4, step=1), "group 4 was trained on in steps 1 and 2"),

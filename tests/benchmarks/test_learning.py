@@ -78,11 +78,7 @@ def test_accuracies_come_with_the_tokens_that_were_sampled_by_then(tmp_path: Pat
         [cell.strip() for cell in row.strip("|").split("|")] for row in table.strip().split("\n")
     ]
     assert header[1:] == ["0 steps", f"{NUM_STEPS} steps"]
-    assert row == [
-        "a",
-        "25.0% (25.0% to 25.0%; 0k tokens)",
-        "45.0% (40.0% to 50.0%; 3k tokens)",
-    ]
+    assert row == ["a", "25.0% (25.0% to 25.0%; 0k tokens)", "45.0% (40.0% to 50.0%; 3k tokens)"]
 
 
 @pytest.mark.parametrize("name", list(learning.COMPARISONS))

@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-from forgeasync.plugins.coding import (
-    CodingProblems,
-    CodingSource,
-    hidden_tests,
-    is_protected,
-    read_record,
-)
+from forgeasync.plugins.coding import CodingProblems, CodingSource, hidden_tests, is_protected, read_record
 from forgeasync.schema import ConfigError
 from tests.support.repositories import patch_of
 

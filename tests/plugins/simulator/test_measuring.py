@@ -73,11 +73,7 @@ def make_group(*lengths: int, number: int = 0, num_prompt_tokens: int = 6, sourc
     )
 
 
-@given(
-    max_num_seqs=st.integers(1, 300),
-    max_context_length=st.integers(64, 4096),
-    spare=st.floats(0.2, 4.0),
-)
+@given(max_num_seqs=st.integers(1, 300), max_context_length=st.integers(64, 4096), spare=st.floats(0.2, 4.0))
 def test_the_grid_is_whole_and_fits_the_cache(
     max_num_seqs: int, max_context_length: int, spare: float
 ) -> None:

@@ -87,9 +87,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of", [Estimate.of, Estimate.median_of])
-def test_the_interval_covers_the_true_mean_as_often_as_it_says(
-    of: Callable[[list[float]], Estimate],
-) -> None:
+def test_the_interval_covers_the_true_mean_as_often_as_it_says(of: Callable[[list[float]], Estimate]) -> None:
     rng = np.random.default_rng(0)
     covered = 0
     for _ in range(1_000):

@@ -83,7 +83,7 @@ def test_all_attempts_at_a_prompt_are_found_and_counted(folder: Path) -> None:
 def test_steps_made_before_a_line_go_back_with_a_resumption(folder: Path) -> None:
     lives = lives_of(folder, ledger_text(eventful_ledger()))
     assert [lives.step_before(line) for line in (1, 7, 8, 15, 16, 17, 22, 23, 24)] == [
-        *(0, 0, 1, 1, 2, 1, 1, 2, 2),
+        *(0, 0, 1, 1, 2, 1, 1, 2, 2)
     ]
 
 
