@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from chaos_cluster import ClusterHosts, ClusterInjector, hosts_in, overrides_of, problem
-from chaos_faults import CLUSTER_KINDS, HOST, UNNOTICED, Injected, Kind, Moment, Planned, plan
+from chaos_faults import CLUSTER_KINDS, HOST, UNNOTICED, Kind, Moment, Planned, plan
 from chaos_report import match
 
 from forgeasync.config import load_config
+from tests.benchmarks.made_faults import detected, injected, planned
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -21,18 +22,14 @@ def test_a_plan_has_every_kind_of_a_cluster_and_is_the_seeds() -> None:
     assert draw(3) == draw(3) != draw(4)
     assert {one.kind for one in draw(3)} == set(CLUSTER_KINDS[HOST])
     assert {one.role for one in draw(3)} == {HOST} and {one.moment for one in draw(3)} == {Moment.STEP}
-
-
-def test_a_run_without_a_cluster_gets_none_of_its_faults() -> None:
-    kinds = {one.kind for one in plan(3, 300, [HOST], steps_per_fault=10)}
-    assert kinds == {Kind.SIGKILL}
+    without_a_cluster = plan(3, 300, [HOST], steps_per_fault=10)
+    assert {one.kind for one in without_a_cluster} == {Kind.SIGKILL}
 
 
 @pytest.mark.parametrize("kind", CLUSTER_KINDS[HOST])
 def test_a_lost_host_is_matched_and_what_has_to_pass_without_notice_is_not(kind: Kind) -> None:
-    injected = Injected(number=0, time_s=100.0, role=HOST, rank=1, kind=kind, moment=Moment.STEP, pid=0)
-    event = {"event": "detected", "number": 0, "role": HOST, "time_s": 121.0}
-    (one,), extra = match([injected], [event])
+    event = detected(HOST, 121.0)
+    (one,), extra = match([injected(HOST, kind, 100.0)], [event])
     assert one.is_expected == (kind not in UNNOTICED)
     assert (one.detected, extra) == ((None, [event]) if kind in UNNOTICED else (event, []))
 
@@ -86,7 +83,7 @@ def test_a_long_partition_heals_only_after_it_was_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("chaos_cluster.HOST_LIMIT_S", 0.0)
-    fault = Planned(role=HOST, kind=Kind.LONG_PARTITION, at_step=1, pause_share=0.0, which=0.5)
+    fault = planned(HOST, Kind.LONG_PARTITION, which=0.5)
     injector = ClusterInjector(tmp_path, [fault], hosts=(hosts := Recorded()), max_steps=9)
     (tmp_path / "run").mkdir()
 
@@ -101,9 +98,9 @@ def test_a_long_partition_heals_only_after_it_was_noticed(
     assert look() == []
     write("metrics.jsonl", {"step": 1, "time/step_s": 0.0})
     assert look() == [("long_partition", "node2")]
-    write("faults.jsonl", {"event": "detected", "number": 0, "role": HOST, "time_s": 1.0})
+    write("faults.jsonl", detected(HOST, 1.0))
     assert look() == [("long_partition", "node2")], "a fault of long ago"
-    write("faults.jsonl", {"event": "detected", "number": 0, "role": HOST, "time_s": 1e12})
+    write("faults.jsonl", detected(HOST, 1e12))
     assert look() == [("long_partition", "node2"), ("repair", "node2")]
     (one,) = injector.injected
     assert (one.rank, one.words) == (1, "node2")
