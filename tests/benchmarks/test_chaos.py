@@ -13,12 +13,12 @@ from typing import Any
 
 import chaos_injector
 import pytest
-from chaos_faults import HOST, KINDS, MOMENTS, SUPERVISED, Injected, Kind, Moment, Planned, plan
-from chaos_injector import Injector, Orders
+from chaos_faults import HOST, KINDS, MOMENTS, SUPERVISED, Kind, Moment, plan
+from chaos_injector import Orders
 from chaos_run import may_be_of
 
 from forgeasync.observability import Role
-from tests.benchmarks.made_faults import detected, planned, recovered
+from tests.benchmarks.made_faults import Watched, detected, planned, recovered
 
 ALL_MOMENTS = tuple(Moment)
 Process = subprocess.Popen[str]
@@ -33,9 +33,7 @@ def test_a_plan_is_the_seeds_and_spreads_faults_over_the_run() -> None:
     assert faults == plan(3, 3000, roles, steps_per_fault=10, moments=ALL_MOMENTS)
     assert faults != plan(4, 3000, roles, steps_per_fault=10, moments=ALL_MOMENTS)
     assert [(one.at_step - 1) // 10 for one in faults] == list(range(3000)), "one in every ten steps"
-    assert {(one.role, one.kind) for one in faults} == {
-        (role, kind) for role in roles for kind in KINDS[role]
-    }
+    assert {(one.role, one.kind) for one in faults} == {(role, one) for role in roles for one in KINDS[role]}
     assert all(one.kind in MOMENTS[one.moment] for one in faults)
     assert {one.moment for one in faults[1:-1]} == set(Moment) - {Moment.START, Moment.SHUTDOWN}
     assert set(KINDS) == {role.value for role in Role}, "as faults.jsonl names them"
@@ -67,44 +65,6 @@ def test_what_ends_a_run_is_left_out_where_nobody_starts_it_again() -> None:
 def test_what_cannot_be_planned_is_refused(roles: list[str], kinds: tuple[Kind, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plan(3, 1, roles, steps_per_fault=10, moments=ALL_MOMENTS, kinds=kinds)
-
-
-class Watched:
-    """An injector, and the files of the run that it watches."""
-
-    def __init__(self, out: Path, *faults: Planned) -> None:
-        self.out = out
-        self.run_dir = out / "run"
-        self.run_dir.mkdir()
-        self.injector = Injector(out, faults, max_steps=100)
-        self._events: list[dict[str, Any]] = []
-
-    def list_processes(self, *roles: tuple[str, int], controller: int | None = None) -> None:
-        """The role of each process, whose ranks are counted, and its pid."""
-        procs = [
-            {"role": role, "rank": [one for one, _ in roles[:index]].count(role), "pid": pid}
-            for index, (role, pid) in enumerate(roles)
-        ]
-        listed = {"controller": controller or os.getpid(), "procs": procs}
-        (self.run_dir / "procs.json").write_text(json.dumps(listed))
-
-    def write(self, name: str, *lines: dict[str, Any]) -> None:
-        (self.run_dir / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    def write_steps(self, *steps: int, step_s: float = 1.0) -> None:
-        self.write("metrics.jsonl", *({"step": step, "time/step_s": step_s} for step in steps))
-
-    def look(self, *events: dict[str, Any], num_looks: int = 5) -> list[Injected]:
-        """What has been injected after some looks, once faults.jsonl has these lines more."""
-        self._events += events
-        self.write("faults.jsonl", *self._events)
-        for _ in range(num_looks):
-            self.injector.look()
-        return self.injector.injected
-
-    @property
-    def num_ended_outages(self) -> int:
-        return len(list((self.out / "orders").glob("*.end")))
 
 
 @pytest.fixture
@@ -146,9 +106,7 @@ def test_a_fault_waits_for_its_step_and_for_the_recovery_of_its_role(tmp_path: P
     assert [one["pid"] for one in witnessed] == [processes[0].pid, processes[2].pid]
 
 
-def test_a_step_that_waited_for_a_role_says_nothing_of_the_next_ones_time(
-    tmp_path: Path, start: Start
-) -> None:
+def test_a_step_that_waited_for_a_role_does_not_set_the_pace(tmp_path: Path, start: Start) -> None:
     process = start()
     run = Watched(tmp_path, planned("scorer", Kind.SIGKILL, at_step=3, pause_share=0.5))
     run.list_processes(("scorer", process.pid))
@@ -169,9 +127,7 @@ def test_another_roles_fault_follows_once_the_one_before_was_detected(tmp_path: 
     assert [one.role for one in run.look(detected("scorer", 1e12, 1))] == [*roles]
 
 
-def test_a_disk_fails_again_once_every_file_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_fails_again_once_all_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file that is refused in an outage has lines of its own."""
     monkeypatch.setattr(chaos_injector, "OUTAGE_S", 0.0)
     run = Watched(tmp_path, *(planned("storage", Kind.FULL_DISK) for _ in range(3)))
@@ -192,7 +148,7 @@ def test_a_disk_fails_again_once_every_file_was_written(
     assert num_after(*lost) == 3, "its outage is gone with it"
 
 
-def test_a_disk_that_fails_while_something_still_waits_for_it_has_room_again_without_further_news(
+def test_a_disk_that_fails_while_something_waits_has_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint that is found refused between the look for quiet and the outage is news of it."""
@@ -255,9 +211,7 @@ def test_a_process_ends_itself_when_ordered_to(obey: Obey) -> None:
 
 
 @pytest.mark.parametrize(("kind", "said"), [("full_disk", "28"), ("failing_disk", "5")])
-def test_a_disk_refuses_what_is_below_its_folder_until_the_order_is_ended(
-    tmp_path: Path, obey: Obey, kind: str, said: str
-) -> None:
+def test_a_disk_refuses_what_is_below_its_folder(tmp_path: Path, obey: Obey, kind: str, said: str) -> None:
     body = f"""
 from pathlib import Path
 from forgeasync.files import AppendedFile
@@ -297,9 +251,8 @@ while True:
 def test_orders_are_for_processes_of_roles_only(tmp_path: Path) -> None:
     orders = Orders(tmp_path / "orders")
     code = "import threading; print([one.name for one in threading.enumerate()])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | orders.environment(), capture_output=True, text=True
-    )
+    environment = os.environ | orders.environment()
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout == "['MainThread']\n", "processes that fork must have no thread"
 
 

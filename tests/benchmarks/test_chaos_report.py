@@ -28,12 +28,8 @@ from tests.benchmarks.made_faults import detected, injected, planned, recovered
 
 def good() -> Evidence:
     """Two faults of the scorer, one of an environment worker, and a delay that nobody noticed."""
-    kinds = [
-        ("scorer", Kind.SIGKILL),
-        ("environment", Kind.SIGSTOP),
-        ("scorer", Kind.SIGSTOP),
-        ("scorer", Kind.DELAYED_MESSAGES),
-    ]
+    kinds = [("scorer", Kind.SIGKILL), ("environment", Kind.SIGSTOP)]
+    kinds += [("scorer", Kind.SIGSTOP), ("scorer", Kind.DELAYED_MESSAGES)]
     faults = [injected(role, kind, 100.0 * n, number=n) for n, (role, kind) in enumerate(kinds)]
     faults[3] = dataclasses.replace(faults[3], words="num_messages: 3")
     events = []

@@ -39,13 +39,11 @@ def write_metrics(run_dir: Path, *, accuracy: float, step_s: float = 2.0, num_st
 
 def variants(folder: Path, **accuracies: list[float]) -> dict[str, list[learning.RunResult]]:
     """Runs of variants, by their name, with these accuracies."""
-    return {
-        name: [
-            learning.run_result(write_metrics(folder / f"{name}{seed}", accuracy=accuracy), seed)
-            for seed, accuracy in enumerate(found)
-        ]
-        for name, found in accuracies.items()
-    }
+
+    def run(name: str, seed: int, accuracy: float) -> learning.RunResult:
+        return learning.run_result(write_metrics(folder / f"{name}{seed}", accuracy=accuracy), seed)
+
+    return {name: [run(name, *one) for one in enumerate(found)] for name, found in accuracies.items()}
 
 
 def test_a_run_is_summed_up_by_hand(tmp_path: Path) -> None:
