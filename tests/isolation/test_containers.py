@@ -51,10 +51,8 @@ class Client:
 
     def fail_as(self, *names: str) -> None:
         """Fail from here on as the recorded commands of these names did."""
-        failures = [
-            (RECORDED[name]["command"][1], RECORDED[name]["exit_code"], "\n".join(RECORDED[name]["stderr"]))
-            for name in names
-        ]
+        found = [RECORDED[name] for name in names]
+        failures = [(one["command"][1], one["exit_code"], "\n".join(one["stderr"])) for one in found]
         folder = self.program.parent / "work"
         self.program.write_text(CLIENT.format(log=str(self._log), folder=str(folder), failures=failures))
         self.program.chmod(self.program.stat().st_mode | stat.S_IXUSR)
@@ -87,9 +85,8 @@ def test_the_engine_was_told_to_close_the_box_and_to_limit_it() -> None:
     container = told("run", "POST /containers/create")
     host = container["HostConfig"]
     assert host["NetworkMode"] == "none" and host["IpcMode"] == "private"
-    assert (
-        host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"] and host["SecurityOpt"] == ["no-new-privileges"]
-    )
+    assert host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"]
+    assert host["SecurityOpt"] == ["no-new-privileges"]
     assert {"Privileged", "CapAdd", "Binds", "PidMode", "Devices"} & host.keys() == set()
     assert host["Mounts"] == [{"Type": "bind", "Source": "/usr", "Target": "/data", "ReadOnly": True}]
     assert host["Memory"] == host["MemorySwap"] == 100 * 2**20
@@ -122,10 +119,8 @@ async def test_a_box_is_started_used_and_removed_by_the_client(client: Client) -
         assert (await (await box.shell()).run("sleep 600", timeout_s=0.1)).timed_out
     found = client.calls
     name = found[0][found[0].index("--name") + 1]
-    expected = {
-        kind: [one.replace(NAME, name) for one in command[1:]]
-        for kind, command in commands(client.section).items()
-    }
+    expected = commands(client.section)
+    expected = {kind: [one.replace(NAME, name) for one in expected[kind][1:]] for kind in expected}
     assert found[:3] == [expected[kind] for kind in ("run", "open", "exec")]
     # A client that is killed leaves its command running: all processes of calls are killed.
     assert found.count(expected["kill"]) == 2
@@ -174,10 +169,8 @@ def why_no_engine(kind: str) -> str | None:
     if shutil.which(kind) is None:
         return f"there is no client {kind} in PATH"
     no_image = f"{kind} has no image {IMAGE}: pull it, or set FORGEASYNC_TEST_IMAGE"
-    for arguments, problem in (
-        (["version"], f"no engine of {kind} answers"),
-        (["image", "inspect", IMAGE], no_image),
-    ):
+    no_engine = f"no engine of {kind} answers"
+    for arguments, problem in ((["version"], no_engine), (["image", "inspect", IMAGE], no_image)):
         ran = subprocess.run([kind, *arguments], capture_output=True, text=True, check=False)
         if ran.returncode != 0:
             return f"{problem} ({ran.stderr.strip()[-200:]})"

@@ -18,11 +18,8 @@ from forgeasync.processes import is_running
 
 def started(code: str, scratch: Path | None = None) -> ContainedProcess:
     """A Python that runs code, to which ``replies`` and ``requests`` are its channel."""
-    channel = (
-        "import os, subprocess, time\n"
-        "from forgeasync.isolation import open_channel, write_line\n"
-        "requests, replies = open_channel()\n"
-    )
+    channel = "import os, subprocess, time\nfrom forgeasync.isolation import open_channel, write_line\n"
+    channel += "requests, replies = open_channel()\n"
     folder = None if scratch is None else str(scratch)
     return ContainedProcess([sys.executable, "-c", channel + code], env=os.environ, scratch=folder)
 

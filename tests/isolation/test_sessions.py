@@ -99,28 +99,20 @@ async def test_variables_last_in_python_and_the_last_value_is_returned(section) 
         assert (first.stdout, first.value, first.traceback) == ("out\n", "[1]", "")
         assert (await session.run("x.append(2)", timeout_s=300)).value is None
         assert (await session.run("def f(): return sum(x)\nf() + _[0]", timeout_s=300)).value == "4"
-        assert (
-            await session.run("os.system('echo from a child >&2')", timeout_s=300)
-        ).stderr == "from a child\n"
+        child = await session.run("os.system('echo from a child >&2')", timeout_s=300)
+        assert child.stderr == "from a child\n"
         wrong = await session.run("y = 1\n1 / 0", timeout_s=300)
         assert wrong.value is None and "line 2" in wrong.traceback and "ZeroDivisionError" in wrong.traceback
         assert "SyntaxError" in (await session.run("x ==", timeout_s=300)).traceback
         assert (await session.run("y, '\\ud800'", timeout_s=300)).value == "(1, '\\ud800')"
-        assert (await session.run("input()", timeout_s=300)).traceback.endswith(
-            "EOFError: EOF when reading a line\n"
-        )
+        assert "EOFError: EOF when" in (await session.run("input()", timeout_s=300)).traceback
         await box.write("own.py", b"value = 3")
         assert (await session.run("import own; own.value", timeout_s=300)).value == "3"
 
 
 @by_kind
 @pytest.mark.parametrize(
-    "code",
-    [
-        "import os; os._exit(3)",
-        "raise SystemExit(3)",
-        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-    ],
+    "code", ["import os; os._exit(3)", "raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)"]
 )
 async def test_an_interpreter_that_ends_says_so(section, code) -> None:
     async with in_python(section) as (session, _):
@@ -157,17 +149,20 @@ async def test_long_values_and_tracebacks_are_cut_and_counted() -> None:
         assert len(done.traceback) == 1024 and done.num_report_bytes_cut > 3000
 
 
+FIND_NONCE = (
+    "import sys, os\nframe = sys._getframe()\nwhile 'nonce' not in frame.f_locals: frame = frame.f_back\n"
+    "nonce = frame.f_locals['nonce']\nos.write(2, nonce)\n"
+)
+
+
 @pytest.mark.parametrize(
     "code",
     [
         # The interpreter's own descriptors are open in it: its code can write what looks like a mark.
         "import os\nopen_ones = map(int, os.listdir('/proc/self/fd'))\n"
         "for fd in {4, 5, 6} & set(open_ones): os.write(fd, b'0' * 40)\n",
-        "import sys, os\nframe = sys._getframe()\nwhile 'nonce' not in frame.f_locals: frame = frame.f_back\n"
-        "nonce = frame.f_locals['nonce']\nos.write(2, nonce)\nos.write(1, nonce + b'ffffffff' + b'x' * 100)\n"
-        "import time; time.sleep(600)",
-        "import sys, os\nframe = sys._getframe()\nwhile 'nonce' not in frame.f_locals: frame = frame.f_back\n"
-        "nonce = frame.f_locals['nonce']\nos.write(2, nonce)\nos.write(1, nonce + b'00000003' + b'abc')\n",
+        FIND_NONCE + "os.write(1, nonce + b'ffffffff' + b'x' * 100)\nimport time; time.sleep(600)",
+        FIND_NONCE + "os.write(1, nonce + b'00000003' + b'abc')\n",
         "import os\nos.close(1); os.close(2)",
         "import sys\nsys.stdout = None; sys.stderr = 7",
         "import builtins\nbuiltins.compile = builtins.len = None",
@@ -175,10 +170,9 @@ async def test_long_values_and_tracebacks_are_cut_and_counted() -> None:
 )
 async def test_code_that_breaks_its_interpreter_breaks_nothing_else(code) -> None:
     async with in_python() as (session, box):
-        try:
+        # A forged report is refused.
+        with contextlib.suppress(fa.SandboxError):
             await session.run(code, timeout_s=0.5)
-        except fa.SandboxError:
-            pass  # A forged report is refused.
         assert (await box.exec("echo works", timeout_s=300)).stdout == "works\n"
         assert (await (await box.python()).run("1", timeout_s=300)).value == "1"
 
@@ -197,17 +191,15 @@ async def test_a_cancelled_run_ends_its_session() -> None:
 
 async def test_runs_of_a_session_wait_for_each_other() -> None:
     async with in_python() as (session, _):
-        done = await asyncio.gather(
-            *(session.run(f"import time; time.sleep(0.01); {i}", timeout_s=300) for i in range(9))
-        )
+        codes = (f"import time; time.sleep(0.01); {number}" for number in range(9))
+        done = await asyncio.gather(*(session.run(code, timeout_s=300) for code in codes))
         assert [one.value for one in done] == [str(index) for index in range(9)]
 
 
 async def test_what_a_command_prints_comes_back_as_it_is() -> None:
     """Any text, among it what looks like parts of marks, in pieces of any size."""
-    words = st.lists(
-        st.sampled_from(["0", "a", "\n", " ", "00000001", "é", "\\", "'", "$x", "f" * 40]), max_size=30
-    )
+    word = st.sampled_from(["0", "a", "\n", " ", "00000001", "é", "\\", "'", "$x", "f" * 40])
+    words = st.lists(word, max_size=30)
     async with in_shell() as (shell, box):
         python = await box.python()
         loop = asyncio.get_running_loop()
@@ -218,9 +210,8 @@ async def test_what_a_command_prints_comes_back_as_it_is() -> None:
         @settings(max_examples=40, deadline=None)
         @given(words.map("".join), words.map("".join))
         def check(out: str, err: str) -> None:
-            code = (
-                f"import sys\nfor c in {out!r}: print(end=c, flush=True)\nprint(end={err!r}, file=sys.stderr)"
-            )
+            code = f"import sys\nfor c in {out!r}: print(end=c, flush=True)\n"
+            code += f"print(end={err!r}, file=sys.stderr)"
             done = run(python.run(code, timeout_s=300))
             assert (done.stdout, done.stderr) == (out, err)
             quoted = "'" + out.replace("'", "'\\''") + "'"
