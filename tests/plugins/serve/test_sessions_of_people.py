@@ -13,6 +13,7 @@ from forgeasync.rollouts import EpisodeOutcome, Score
 from tests.support.served import POLICY_AND_JUDGE, TOKEN, Answer, Person, ServedWorld, served_world
 
 Episode = asyncio.Task[EpisodeOutcome]
+ENDED_BY_FEEDBACK = {"num_opened": 1, "num_ended_feedback": 1, "num_feedback": 1}
 HURRIED = EpisodesSection(setup_s=0.1, step_s=0.1)
 
 
@@ -58,13 +59,8 @@ async def test_a_session_is_an_episode_and_its_feedback_the_score() -> None:
         assert outcome.agents[0].num_rewritten == 0
         assert outcome.agents[0].session_counts["num_requests"] == 2
         assert outcome.episode_s == 7.0, "an offer takes no time of the episode"
-        assert counts(world) == {
-            "num_opened": 1,
-            "num_ended_feedback": 1,
-            "num_feedback": 1,
-            "feedback_sum": 0.75,
-            "num_scored_by_feedback": 1,
-        }
+        expected = ENDED_BY_FEEDBACK | {"feedback_sum": 0.75, "num_scored_by_feedback": 1}
+        assert counts(world) == expected
         report = world.service.report()
         assert (report.num_open, report.num_on_offer) == (0, 0)
         assert report.turn_p50_s == report.turn_p99_s == 0.0
@@ -101,13 +97,7 @@ async def test_without_an_episode_on_offer_a_session_is_served_all_the_same() ->
         assert (await person.post("/feedback", {"score": -1})).status == 200
         assert (await person.say("three")).status == 410
         await world.until(lambda: not world.service.report().num_open)
-        assert counts(world) == {
-            "num_opened": 1,
-            "num_untrained_no_ticket": 1,
-            "num_ended_feedback": 1,
-            "num_feedback": 1,
-            "feedback_sum": -1,
-        }
+        assert counts(world) == ENDED_BY_FEEDBACK | {"feedback_sum": -1, "num_untrained_no_ticket": 1}
 
 
 async def test_offers_are_taken_in_order_and_those_given_up_are_left_out() -> None:
