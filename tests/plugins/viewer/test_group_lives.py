@@ -80,11 +80,8 @@ def test_what_was_before_the_checkpoint_stands(lives: Any) -> None:
 
 
 def test_all_attempts_at_a_prompt_are_found_and_counted(lives: Any) -> None:
-    assert [(one.group, one.fate.word) for one in lives.of_prompt(1)] == [
-        (1, "dropped"),
-        (2, "undone"),
-        (2, "skipped"),
-    ]
+    attempts = [(one.group, one.fate.word) for one in lives.of_prompt(1)]
+    assert attempts == [(1, "dropped"), (2, "undone"), (2, "skipped")]
     assert counts_of(lives) == {"trained": 1, "dropped": 1, "undone": 2, "skipped": 1, "scoring": 1}
 
 
@@ -105,9 +102,8 @@ def test_filters_find_what_a_look_at_every_group_finds(lives: Any) -> None:
 
 
 def test_groups_of_a_ledger_that_begins_late_have_their_numbers(folder: Path) -> None:
-    late = Opened(
-        format=1, run="x", seed=0, groups_per_step=1, step=7, next_group=40, num_submitted=30, waiting=()
-    )
+    begun = {"step": 7, "next_group": 40, "num_submitted": 30, "waiting": ()}
+    late = Opened(format=1, run="x", seed=0, groups_per_step=1, **begun)
     lives = lives_of(folder, ledger_text([late, *begun_group(40)[1:], *finished_group(40)]))
     (life,) = lives.of_group(40)
     assert (life.fate.word, life.submitted_line) == ("waiting", None)
@@ -135,9 +131,7 @@ def test_any_cut_of_a_ledger_is_the_life_of_every_group_so_far(folder: Path, siz
 
 
 @given(place=st.integers(0, len(TEXT) - 1), byte=st.integers(0, 255), length=st.integers(1, 40))
-def test_a_damaged_place_costs_lines_and_never_the_others(
-    folder: Path, place: int, byte: int, length: int
-) -> None:
+def test_a_damaged_place_costs_lines_and_no_others(folder: Path, place: int, byte: int, length: int) -> None:
     damaged = TEXT[:place] + bytes([byte]) * length + TEXT[place + length :]
     if damaged == TEXT:
         return
@@ -154,9 +148,7 @@ def test_behind_a_line_that_is_none_one_more_is_lost_and_the_rest_is_read(folder
     events = [opened(1), *begun_group(0), *finished_group(0), *begun_group(1), trained(1, range(0, 1))]
     lines = ledger_text(events).splitlines(keepends=True)
     reader = read_ledger(folder, b"".join([*lines[:3], b"no line\n", *lines[4:]]))
-    assert reader.problems[0].startswith(
-        "ledger.jsonl: 2 damaged lines were left out; the first: line 4 is not a line of a ledger: 'no line'"
-    )
+    assert "ledger.jsonl: 2 damaged lines were left out; the first: line 4" in reader.problems[0]
     (life,) = reader.groups.of_group(0)
     assert (life.sampled_line, life.scored_line, life.fate.word) == (None, None, "trained")
     assert reader.groups.of_group(1)[0].fate.word == "sampling"

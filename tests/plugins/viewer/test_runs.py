@@ -33,12 +33,9 @@ def run(tmp_path_factory) -> Path:
 
 def facts(reader: RunReader) -> tuple[object, ...]:
     """Everything that was read, to be compared."""
-    return (
-        {key: reader.metrics.column(key).values_N.tolist() for key in reader.metrics.keys},
-        list(reader.groups),
-        reader.faults.faults,
-        [reader.rollouts.find(step=step) for step in range(9)],
-    )
+    metrics = {key: reader.metrics.column(key).values_N.tolist() for key in reader.metrics.keys}
+    rollouts = [reader.rollouts.find(step=step) for step in range(9)]
+    return metrics, list(reader.groups), reader.faults.faults, rollouts
 
 
 @settings(max_examples=30)

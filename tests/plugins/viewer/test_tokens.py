@@ -111,9 +111,7 @@ def test_of_lines_that_come_twice_the_newer_one_counts_and_damaged_ones_are_coun
 @pytest.mark.parametrize(
     "change", [lambda text: b"x" * len(text), lambda text: text.replace(b'"step": 2', b'"step": 3')]
 )
-def test_values_of_a_file_that_was_overwritten_are_gone_in_words(
-    tmp_path: Path, change: Callable[[bytes], bytes]
-) -> None:
+def test_values_of_an_overwritten_file_are_gone(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
     run = make(tmp_path, tokens_of(2, 2, 1, PIECES), WORST)
     file = run.run_dir.tokens
     file.write_bytes(change(file.read_bytes()))

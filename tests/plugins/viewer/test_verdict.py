@@ -40,23 +40,13 @@ def test_a_run_says_what_bounds_it_and_how_to_learn_more(folder: Path) -> None:
     assert "apps.profile" in how
 
 
-def test_a_run_that_waited_for_its_disk_says_so(folder: Path) -> None:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    waited = [line | {"time/wait_for_batch_s": 0.1, "time/wait_for_disk_s": 1.3} for line in lines[1:]]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [lines[0], *waited]))
-    bound, _ = status_of(read(folder))["verdict"]
-    assert "the disk bounds the run" in bound and "65% of the time (last 20 steps)" in bound
-
-
 def test_the_last_steps_of_a_run_that_samples_ahead_are_left_out(folder: Path) -> None:
     with (folder / "config.yaml").open("a") as file:
         file.write("max_off_policy_steps: 8\nbuffer: {max_groups: 72}\nalgorithm: {groups_per_step: 24}\n")
     assert "(last 17 steps)" in status_of(read(folder))["verdict"][0]
 
 
-def test_traces_are_left_unread_where_nobody_asks_for_them(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_traces_are_left_unread_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "logs").mkdir()
     (folder / "logs" / "x.trace.jsonl").write_text("no trace\n")
 
