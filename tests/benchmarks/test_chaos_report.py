@@ -6,20 +6,11 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+import chaos_report
 import pytest
 from chaos import measured_band
 from chaos_faults import HOST, STORAGE, Kind, Moment
-from chaos_report import (
-    Evidence,
-    accuracy_of,
-    distance,
-    first_difference,
-    length_distances,
-    lost_times,
-    match,
-    rows,
-    step_median_s,
-)
+from chaos_report import Evidence, first_difference, match, rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -220,8 +211,8 @@ def test_times_are_counted_from_the_injection_by_role_and_kind() -> None:
 
 def test_steps_and_bands() -> None:
     steps = good().steps
-    assert step_median_s(steps) == 2.0
-    assert accuracy_of(steps) == 0.5 and accuracy_of(steps[:3]) is None
+    assert chaos_report.step_median_s(steps) == 2.0
+    assert chaos_report.accuracy_of(steps) == 0.5 and chaos_report.accuracy_of(steps[:3]) is None
     assert measured_band([0.5, 0.6]) == pytest.approx((0.4, 0.7))
     assert measured_band([0.5]) == pytest.approx((0.48, 0.52))
 
@@ -240,7 +231,7 @@ def test_what_a_fault_costs_is_counted_to_the_next_one() -> None:
             (2, "trainer", Moment.RESUME, 15.0),
         )
     ]
-    lost = lost_times(faults, seen_s, steps, undisturbed_step_s=2.0)
+    lost = chaos_report.lost_times(faults, seen_s, steps, undisturbed_step_s=2.0)
     assert [(one["role"], one["moment"], one["lost_s"]) for one in lost] == [
         ("scorer", "step", pytest.approx(3.0)),
         ("generator", "step", pytest.approx(1.0)),
@@ -249,7 +240,7 @@ def test_what_a_fault_costs_is_counted_to_the_next_one() -> None:
     # Before the first line nothing is known of the pace, and after the last one nothing is lost.
     for time_s in (-1.0, 23.0):
         alone = [injected("scorer", Kind.SIGKILL, time_s)]
-        assert lost_times(alone, seen_s, steps, undisturbed_step_s=2.0) == []
+        assert chaos_report.lost_times(alone, seen_s, steps, undisturbed_step_s=2.0) == []
 
 
 @given(
@@ -262,7 +253,7 @@ def test_the_distance_of_lengths_is_the_mean_of_what_quantiles_differ_by(
     # Both samples with as many values, each of them as often: the distance does not change.
     pairs = zip(sorted(first * len(second)), sorted(second * len(first)), strict=True)
     expected = statistics.mean(abs(one - other) for one, other in pairs)
-    assert distance(first, second) == pytest.approx(expected)
+    assert chaos_report.distance(first, second) == pytest.approx(expected)
 
 
 def test_lengths_are_compared_with_runs_without_faults() -> None:
@@ -270,8 +261,8 @@ def test_lengths_are_compared_with_runs_without_faults() -> None:
         return [{"response_tokens": one} for one in lengths]
 
     references = [rollouts(10, 20), rollouts(12, 22)]
-    assert length_distances(rollouts(11, 21), references) == (1.0, 2.0)
-    assert length_distances(rollouts(11, 21), references[:1]) is None
+    assert chaos_report.length_distances(rollouts(11, 21), references) == (1.0, 2.0)
+    assert chaos_report.length_distances(rollouts(11, 21), references[:1]) is None
 
 
 def test_what_was_on_a_lost_host_is_lost_with_it() -> None:

@@ -48,6 +48,12 @@ def wrong_checks(line: gpu_probe.Line) -> set[str]:
     return {name for name, is_right in line["checks"].items() if not is_right}
 
 
+def run_well(name: str, device: str) -> gpu_probe.Line:
+    line = gpu_probe.run_part(name, device, None)
+    assert well(line), line
+    return line
+
+
 def well(line: dict[str, object]) -> bool:
     json.dumps(line, allow_nan=False)
     return bool(line["ok"] and not line["errors"] and not gpu_probe.has_failed(line))
@@ -69,8 +75,7 @@ def test_graphs_need_a_gpu() -> None:
 
 @pytest.mark.parametrize("name", ["staging", "varlen_attention", "grouped_products", "checkpoint_copies"])
 def test_a_part_runs_on_a_pretended_gpu(gpu: list[str], name: str) -> None:
-    line = gpu_probe.run_part(name, "cuda", None)
-    assert well(line), line
+    run_well(name, "cuda")
 
 
 def test_machine_without_its_driver_program(gpu: list[str]) -> None:
@@ -80,14 +85,11 @@ def test_machine_without_its_driver_program(gpu: list[str]) -> None:
 
 
 def test_peak_memory_is_what_a_call_adds(gpu: list[str]) -> None:
-    line = gpu_probe.run_part("kept_logprobs", "cuda", None)
-    assert well(line), line
-    assert line["figures"]["kept_0_peak_gib"] == 2.0
+    assert run_well("kept_logprobs", "cuda")["figures"]["kept_0_peak_gib"] == 2.0
 
 
 def test_weights_are_swapped_under_a_graph_by_every_route(gpu: list[str]) -> None:
-    line = gpu_probe.run_part("swap", "cuda", None)
-    assert well(line), line
+    line = run_well("swap", "cuda")
     for route in ("graph", "host", "device", "device_foreach"):
         assert line["checks"][f"{route}_replay_gives_the_new_result"]
     beside = ["side stream waits for main stream", "work goes to side stream"]
