@@ -1,15 +1,15 @@
 """benchmarks/chaos_cluster.py without a cluster: its plans, when it refuses to work, and when it repairs."""
 
-import json
+import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 from chaos_cluster import ClusterHosts, ClusterInjector, hosts_in, overrides_of, problem
-from chaos_faults import CLUSTER_KINDS, HOST, UNNOTICED, Injected, Kind, Moment, Planned, plan
+from chaos_faults import CLUSTER_KINDS, HOST, UNNOTICED, Kind, Moment, Planned, plan
 from chaos_report import match
 
 from forgeasync.config import load_config
+from tests.benchmarks.made_faults import Watched, detected, injected, planned
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -21,18 +21,14 @@ def test_a_plan_has_every_kind_of_a_cluster_and_is_the_seeds() -> None:
     assert draw(3) == draw(3) != draw(4)
     assert {one.kind for one in draw(3)} == set(CLUSTER_KINDS[HOST])
     assert {one.role for one in draw(3)} == {HOST} and {one.moment for one in draw(3)} == {Moment.STEP}
-
-
-def test_a_run_without_a_cluster_gets_none_of_its_faults() -> None:
-    kinds = {one.kind for one in plan(3, 300, [HOST], steps_per_fault=10)}
-    assert kinds == {Kind.SIGKILL}
+    without_a_cluster = plan(3, 300, [HOST], steps_per_fault=10)
+    assert {one.kind for one in without_a_cluster} == {Kind.SIGKILL}
 
 
 @pytest.mark.parametrize("kind", CLUSTER_KINDS[HOST])
 def test_a_lost_host_is_matched_and_what_has_to_pass_without_notice_is_not(kind: Kind) -> None:
-    injected = Injected(number=0, time_s=100.0, role=HOST, rank=1, kind=kind, moment=Moment.STEP, pid=0)
-    event = {"event": "detected", "number": 0, "role": HOST, "time_s": 121.0}
-    (one,), extra = match([injected], [event])
+    event = detected(HOST, 121.0)
+    (one,), extra = match([injected(HOST, kind, 100.0)], [event])
     assert one.is_expected == (kind not in UNNOTICED)
     assert (one.detected, extra) == ((None, [event]) if kind in UNNOTICED else (event, []))
 
@@ -54,7 +50,7 @@ def test_hosts_are_found_in_the_order_of_their_numbers() -> None:
         (["node1", "node2"], ["node2", "node1"], "10.77.0.254", None),
     ],
 )
-def test_where_no_faults_can_be_injected_it_is_said(
+def test_where_no_faults_can_be_injected(
     names: list[str], idle: list[str], address: str, said: str | None
 ) -> None:
     words = problem(names, idle, address)
@@ -82,31 +78,19 @@ class Recorded(ClusterHosts):
         self.done.append(("repair", host))
 
 
-def test_a_long_partition_heals_only_after_it_was_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_partition_heals_once_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chaos_cluster.HOST_LIMIT_S", 0.0)
-    fault = Planned(role=HOST, kind=Kind.LONG_PARTITION, at_step=1, pause_share=0.0, which=0.5)
-    injector = ClusterInjector(tmp_path, [fault], hosts=(hosts := Recorded()), max_steps=9)
-    (tmp_path / "run").mkdir()
-
-    def look() -> list[tuple[str, str]]:
-        for _ in range(5):
-            injector.look()
-        return hosts.done
-
-    def write(name: str, line: dict[str, Any]) -> None:
-        (tmp_path / "run" / name).write_text(json.dumps(line) + "\n")
-
-    assert look() == []
-    write("metrics.jsonl", {"step": 1, "time/step_s": 0.0})
-    assert look() == [("long_partition", "node2")]
-    write("faults.jsonl", {"event": "detected", "number": 0, "role": HOST, "time_s": 1.0})
-    assert look() == [("long_partition", "node2")], "a fault of long ago"
-    write("faults.jsonl", {"event": "detected", "number": 0, "role": HOST, "time_s": 1e12})
-    assert look() == [("long_partition", "node2"), ("repair", "node2")]
-    (one,) = injector.injected
-    assert (one.rank, one.words) == (1, "node2")
+    fault = planned(HOST, Kind.LONG_PARTITION, which=0.5)
+    hosts = Recorded()
+    run = Watched(tmp_path, fault, make=functools.partial(ClusterInjector, hosts=hosts))
+    assert not run.look() and hosts.done == []
+    run.write_steps(1, step_s=0.0)
+    (one,) = run.look()
+    assert (one.rank, one.words, hosts.done) == (1, "node2", [("long_partition", "node2")])
+    run.look(detected(HOST, 1.0))
+    assert len(hosts.done) == 1, "a fault of long ago"
+    run.look(detected(HOST, 1e12))
+    assert hosts.done == [("long_partition", "node2"), ("repair", "node2")]
 
 
 def test_a_fault_of_a_host_is_undone_once_by_its_own_commands(monkeypatch: pytest.MonkeyPatch) -> None:

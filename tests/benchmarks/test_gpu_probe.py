@@ -44,6 +44,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield log
 
 
+def wrong_checks(line: gpu_probe.Line) -> set[str]:
+    return {name for name, is_right in line["checks"].items() if not is_right}
+
+
+def run_well(name: str, device: str) -> gpu_probe.Line:
+    line = gpu_probe.run_part(name, device, None)
+    assert well(line), line
+    return line
+
+
 def well(line: dict[str, object]) -> bool:
     json.dumps(line, allow_nan=False)
     return bool(line["ok"] and not line["errors"] and not gpu_probe.has_failed(line))
@@ -65,8 +75,7 @@ def test_graphs_need_a_gpu() -> None:
 
 @pytest.mark.parametrize("name", ["staging", "varlen_attention", "grouped_products", "checkpoint_copies"])
 def test_a_part_runs_on_a_pretended_gpu(gpu: list[str], name: str) -> None:
-    line = gpu_probe.run_part(name, "cuda", None)
-    assert well(line), line
+    run_well(name, "cuda")
 
 
 def test_machine_without_its_driver_program(gpu: list[str]) -> None:
@@ -76,14 +85,11 @@ def test_machine_without_its_driver_program(gpu: list[str]) -> None:
 
 
 def test_peak_memory_is_what_a_call_adds(gpu: list[str]) -> None:
-    line = gpu_probe.run_part("kept_logprobs", "cuda", None)
-    assert well(line), line
-    assert line["figures"]["kept_0_peak_gib"] == 2.0
+    assert run_well("kept_logprobs", "cuda")["figures"]["kept_0_peak_gib"] == 2.0
 
 
 def test_weights_are_swapped_under_a_graph_by_every_route(gpu: list[str]) -> None:
-    line = gpu_probe.run_part("swap", "cuda", None)
-    assert well(line), line
+    line = run_well("swap", "cuda")
     for route in ("graph", "host", "device", "device_foreach"):
         assert line["checks"][f"{route}_replay_gives_the_new_result"]
     beside = ["side stream waits for main stream", "work goes to side stream"]
@@ -119,17 +125,10 @@ def test_a_kernel_aligned_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(gpu_probe_kernels, "stand_in", top_left)
     line = gpu_probe.run_part("varlen_attention", "cpu", None)
     assert line["figures"]["causal_mask_is_aligned"] == "top-left"
-    wrong = {name for name, is_right in line["checks"].items() if not is_right}
+    wrong = wrong_checks(line)
     assert "causal_mask_is_aligned_bottom_right" in wrong
     assert {"parts_0_scale_1", "parts_2_scale_6"} <= wrong
     assert not any(name.startswith("packed") for name in wrong)
-
-
-def test_parts_have_their_queries_and_the_keys_before_them() -> None:
-    part = gpu_probe_kernels.part_of((3, 5, 2), start=4, stop=8)
-    assert (part.key_start, part.num_queries, part.num_keys) == (3, (4,), (5,))
-    part = gpu_probe_kernels.part_of((3, 5, 2), start=2, stop=4)
-    assert (part.key_start, part.num_queries, part.num_keys) == (0, (1, 1), (3, 1))
 
 
 @pytest.mark.parametrize(
@@ -182,10 +181,9 @@ def test_gradients_of_empty_groups_that_are_not_zeroed_are_found(monkeypatch: py
 
     monkeypatch.setattr(gpu_probe_kernels, "_grouped", product)
     line = gpu_probe.run_part("grouped_products", "cpu", None)
-    wrong = {name for name, is_right in line["checks"].items() if not is_right}
-    assert wrong == {
-        name for name in line["checks"] if name.endswith("without_tokens") and "0" in name.split("_")
-    } | {"groups_0_0_0_0_backward"}
+    wrong = wrong_checks(line)
+    without = {name for name in line["checks"] if name.endswith("without_tokens") and "0" in name.split("_")}
+    assert wrong == without | {"groups_0_0_0_0_backward"}
 
 
 def test_a_resume_that_loses_the_moments_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,17 +227,14 @@ def test_without_torchtitan_the_others_still_run() -> None:
 def apart(tmp_path: Path, script: str, *, limit_s: float = 250.0) -> gpu_probe.Line:
     """Run a script in a part's place; the last argument is the file for the line."""
     file = tmp_path / "script.py"
-    file.write_text(
-        "import json, os, pathlib, signal, sys, time\nfile = pathlib.Path(sys.argv[-1])\n" + script
-    )
+    begin = "import json, os, pathlib, signal, sys, time\nfile = pathlib.Path(sys.argv[-1])\n"
+    file.write_text(begin + script)
     environment = gpu_probe.child_environment("cpu")
     return gpu_probe.run_apart([sys.executable, str(file)], "x", limit_s=limit_s, environment=environment)
 
 
 @pytest.mark.procs
-def test_a_part_that_hangs_is_stopped_and_keeps_what_it_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_hangs_is_stopped_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Begun(subprocess.Popen):  # type: ignore[type-arg]
         """Its time begins once it has written what it found."""
 

@@ -23,9 +23,8 @@ def test_every_benchmark_can_be_imported() -> None:
     assert len(names) > 10
     code = f"import importlib\nfor name in {names}: importlib.import_module(name)"
     paths = {"PYTHONPATH": f"{folder}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | paths, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -39,13 +39,11 @@ def write_metrics(run_dir: Path, *, accuracy: float, step_s: float = 2.0, num_st
 
 def variants(folder: Path, **accuracies: list[float]) -> dict[str, list[learning.RunResult]]:
     """Runs of variants, by their name, with these accuracies."""
-    return {
-        name: [
-            learning.run_result(write_metrics(folder / f"{name}{seed}", accuracy=accuracy), seed)
-            for seed, accuracy in enumerate(found)
-        ]
-        for name, found in accuracies.items()
-    }
+
+    def run(name: str, seed: int, accuracy: float) -> learning.RunResult:
+        return learning.run_result(write_metrics(folder / f"{name}{seed}", accuracy=accuracy), seed)
+
+    return {name: [run(name, *one) for one in enumerate(found)] for name, found in accuracies.items()}
 
 
 def test_a_run_is_summed_up_by_hand(tmp_path: Path) -> None:
@@ -60,11 +58,12 @@ def test_a_run_is_summed_up_by_hand(tmp_path: Path) -> None:
     assert run.clip_share == pytest.approx(0.02) and run.effective_sample_share is None
 
 
+def cells_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.strip().split("\n")]
+
+
 def test_table_has_a_row_for_every_variant(tmp_path: Path) -> None:
-    table = learning.markdown_table(variants(tmp_path, a=[0.4, 0.5], b=[0.3]))
-    header, line, *rows = [
-        [cell.strip() for cell in row.strip("|").split("|")] for row in table.strip().split("\n")
-    ]
+    header, line, *rows = cells_of(learning.markdown_table(variants(tmp_path, a=[0.4, 0.5], b=[0.3])))
     assert len(header) == len(line) == 9
     assert rows == [
         ["a", "2", "0.450 (0.400 to 0.500)", "0.205", "0.500", "0.50 / 2", "2.00%", "–", "90"],
@@ -73,16 +72,9 @@ def test_table_has_a_row_for_every_variant(tmp_path: Path) -> None:
 
 
 def test_accuracies_come_with_the_tokens_that_were_sampled_by_then(tmp_path: Path) -> None:
-    table = learning.accuracy_table(variants(tmp_path, a=[0.4, 0.5]))
-    header, _, row = [
-        [cell.strip() for cell in row.strip("|").split("|")] for row in table.strip().split("\n")
-    ]
+    header, _, row = cells_of(learning.accuracy_table(variants(tmp_path, a=[0.4, 0.5])))
     assert header[1:] == ["0 steps", f"{NUM_STEPS} steps"]
-    assert row == [
-        "a",
-        "25.0% (25.0% to 25.0%; 0k tokens)",
-        "45.0% (40.0% to 50.0%; 3k tokens)",
-    ]
+    assert row == ["a", "25.0% (25.0% to 25.0%; 0k tokens)", "45.0% (40.0% to 50.0%; 3k tokens)"]
 
 
 @pytest.mark.parametrize("name", list(learning.COMPARISONS))
@@ -94,11 +86,10 @@ def test_a_comparison_names_configs_that_are_there_and_variants_that_differ(name
 
 
 def test_plot_of_runs_of_unequal_speed_is_a_png(tmp_path: Path) -> None:
-    paths = [
-        write_metrics(tmp_path / f"seed{seed}", accuracy=0.5, step_s=step_s)
+    runs = [
+        learning.run_result(write_metrics(tmp_path / f"seed{seed}", accuracy=0.5, step_s=step_s), seed)
         for seed, step_s in enumerate([1.0, 3.0])
     ]
-    runs = [learning.run_result(path, seed) for seed, path in enumerate(paths)]
     out = tmp_path / "learning.png"
     for _, against in learning.COMPARISONS.values():
         out.unlink(missing_ok=True)
@@ -113,15 +104,11 @@ def prepared(folder: Path, *, num_steps: int = NUM_STEPS, extra: tuple[str, ...]
     return run_dir
 
 
-def test_a_complete_run_is_not_run_again(tmp_path: Path) -> None:
+def test_a_complete_run_is_not_run_again_and_refused_with_other_overrides(tmp_path: Path) -> None:
     run_dir = prepared(tmp_path)
     before = (run_dir / "metrics.jsonl").read_bytes()
     assert learning.ensure_run(VARIANT, 3, NUM_STEPS, tmp_path, ()) == run_dir
     assert (run_dir / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_run_with_other_overrides_is_refused(tmp_path: Path) -> None:
-    prepared(tmp_path)
     with pytest.raises(ValueError, match="delete it or choose another --folder"):
         learning.ensure_run(VARIANT, 3, NUM_STEPS + 1, tmp_path, ())
 

@@ -51,10 +51,8 @@ class Client:
 
     def fail_as(self, *names: str) -> None:
         """Fail from here on as the recorded commands of these names did."""
-        failures = [
-            (RECORDED[name]["command"][1], RECORDED[name]["exit_code"], "\n".join(RECORDED[name]["stderr"]))
-            for name in names
-        ]
+        found = [RECORDED[name] for name in names]
+        failures = [(one["command"][1], one["exit_code"], "\n".join(one["stderr"])) for one in found]
         folder = self.program.parent / "work"
         self.program.write_text(CLIENT.format(log=str(self._log), folder=str(folder), failures=failures))
         self.program.chmod(self.program.stat().st_mode | stat.S_IXUSR)
@@ -87,9 +85,8 @@ def test_the_engine_was_told_to_close_the_box_and_to_limit_it() -> None:
     container = told("run", "POST /containers/create")
     host = container["HostConfig"]
     assert host["NetworkMode"] == "none" and host["IpcMode"] == "private"
-    assert (
-        host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"] and host["SecurityOpt"] == ["no-new-privileges"]
-    )
+    assert host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"]
+    assert host["SecurityOpt"] == ["no-new-privileges"]
     assert {"Privileged", "CapAdd", "Binds", "PidMode", "Devices"} & host.keys() == set()
     assert host["Mounts"] == [{"Type": "bind", "Source": "/usr", "Target": "/data", "ReadOnly": True}]
     assert host["Memory"] == host["MemorySwap"] == 100 * 2**20
@@ -112,23 +109,18 @@ def test_a_podman_box_is_the_same_but_for_the_number_of_files() -> None:
     assert run_command("podman", podman, "n") == expected
 
 
-def test_a_box_is_started_used_and_removed_by_the_client(client: Client) -> None:
-    async def run() -> None:
-        async with fa.Sandbox(client.section) as box:
-            assert (await box.exec("echo out; exit 4", timeout_s=300)).exit_code == 4
-            await box.write("a/b", b"data")
-            assert await box.read("a/b") == b"data"
-            assert (await (await box.python()).run("6 * 7", timeout_s=300)).value == "42"
-            assert (await box.exec("sleep 600", timeout_s=0.1)).timed_out
-            assert (await (await box.shell()).run("sleep 600", timeout_s=0.1)).timed_out
-
-    asyncio.run(run())
+async def test_a_box_is_started_used_and_removed_by_the_client(client: Client) -> None:
+    async with fa.Sandbox(client.section) as box:
+        assert (await box.exec("echo out; exit 4", timeout_s=300)).exit_code == 4
+        await box.write("a/b", b"data")
+        assert await box.read("a/b") == b"data"
+        assert (await (await box.python()).run("6 * 7", timeout_s=300)).value == "42"
+        assert (await box.exec("sleep 600", timeout_s=0.1)).timed_out
+        assert (await (await box.shell()).run("sleep 600", timeout_s=0.1)).timed_out
     found = client.calls
     name = found[0][found[0].index("--name") + 1]
-    expected = {
-        kind: [one.replace(NAME, name) for one in command[1:]]
-        for kind, command in commands(client.section).items()
-    }
+    expected = commands(client.section)
+    expected = {kind: [one.replace(NAME, name) for one in expected[kind][1:]] for kind in expected}
     assert found[:3] == [expected[kind] for kind in ("run", "open", "exec")]
     # A client that is killed leaves its command running: all processes of calls are killed.
     assert found.count(expected["kill"]) == 2
@@ -142,42 +134,33 @@ def test_a_container_that_does_not_start_is_removed_and_says_why(client: Client)
     assert [one[0] for one in client.calls] == ["run", "rm"]
 
 
-def test_a_container_that_has_ended_is_no_result_of_a_command(client: Client) -> None:
-    async def run() -> None:
-        async with fa.Sandbox(client.section) as box:
-            # A command may say so too.
-            assert (await box.exec("echo Error: none >&2; exit 1", timeout_s=300)).exit_code == 1
-            client.fail_as("exec without container")
-            with pytest.raises(SandboxClosed, match="No such container"):
-                await box.exec("true", timeout_s=300)
-
-    asyncio.run(run())
+async def test_a_container_that_has_ended_is_no_result_of_a_command(client: Client) -> None:
+    async with fa.Sandbox(client.section) as box:
+        # A command may say so too.
+        assert (await box.exec("echo Error: none >&2; exit 1", timeout_s=300)).exit_code == 1
+        client.fail_as("exec without container")
+        with pytest.raises(SandboxClosed, match="No such container"):
+            await box.exec("true", timeout_s=300)
 
 
-def test_a_box_whose_processes_cannot_be_killed_ends(client: Client) -> None:
-    async def run() -> None:
-        async with fa.Sandbox(client.section) as box:
-            running = asyncio.create_task(box.exec("touch begun; sleep 600", timeout_s=600))
-            while not (client.program.parent / "work" / "begun").exists():
-                await asyncio.sleep(0.01)
-            client.fail_as("exec without container")
-            running.cancel()
-            await asyncio.wait([running])
-            assert client.calls[-1][0] == "rm"
-            with pytest.raises(SandboxClosed):
-                await box.exec("true", timeout_s=300)
-
-    asyncio.run(run())
+async def test_a_box_whose_processes_cannot_be_killed_ends(client: Client) -> None:
+    async with fa.Sandbox(client.section) as box:
+        running = asyncio.create_task(box.exec("touch begun; sleep 600", timeout_s=600))
+        while not (client.program.parent / "work" / "begun").exists():
+            await asyncio.sleep(0.01)
+        client.fail_as("exec without container")
+        running.cancel()
+        await asyncio.wait([running])
+        assert client.calls[-1][0] == "rm"
+        with pytest.raises(SandboxClosed):
+            await box.exec("true", timeout_s=300)
 
 
-@pytest.mark.parametrize("kind", [fa.Docker, fa.Podman])
-def test_without_a_client_the_section_is_refused(kind, monkeypatch) -> None:
+@pytest.mark.parametrize("section", [fa.Docker(image="a"), fa.Podman(image="a")], ids=lambda one: one.kind)
+def test_without_a_client_the_section_is_refused(section, monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    (problem,) = check_sandbox(kind(image="a"))
-    assert (
-        problem.field == "sandbox.kind"
-        and f"no program {kind.model_fields['kind'].default} in PATH" in str(problem)
-    )
+    (problem,) = check_sandbox(section)
+    assert problem.field == "sandbox.kind" and f"no program {section.kind} in PATH" in str(problem)
 
 
 @functools.cache
@@ -185,14 +168,10 @@ def why_no_engine(kind: str) -> str | None:
     """Why there is no box of this kind here; None if there can be one."""
     if shutil.which(kind) is None:
         return f"there is no client {kind} in PATH"
-    for command, problem in (
-        ([kind, "version"], f"no engine of {kind} answers"),
-        (
-            [kind, "image", "inspect", IMAGE],
-            f"{kind} has no image {IMAGE}: pull it, or set FORGEASYNC_TEST_IMAGE",
-        ),
-    ):
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    no_image = f"{kind} has no image {IMAGE}: pull it, or set FORGEASYNC_TEST_IMAGE"
+    no_engine = f"no engine of {kind} answers"
+    for arguments, problem in ((["version"], no_engine), (["image", "inspect", IMAGE], no_image)):
+        ran = subprocess.run([kind, *arguments], capture_output=True, text=True, check=False)
         if ran.returncode != 0:
             return f"{problem} ({ran.stderr.strip()[-200:]})"
     return None
@@ -207,55 +186,48 @@ def real(request: pytest.FixtureRequest) -> fa.Docker | fa.Podman:
     return section
 
 
-def test_an_engine_runs_a_box(real: fa.Docker | fa.Podman, tmp_path: Path) -> None:
+async def test_an_engine_runs_a_box(real: fa.Docker | fa.Podman, tmp_path: Path) -> None:
     (tmp_path / "prepared").write_text("hello")
-
-    async def run() -> None:
-        async with fa.Sandbox(real, workspace=tmp_path) as box:
-            done = await box.exec("cat prepared; id -u; pwd; echo err >&2; exit 4", timeout_s=300)
-            assert (done.exit_code, done.stdout, done.stderr) == (4, "hello65534\n/work\n", "err\n")
-            await box.write("a/b", b"data")
-            assert await box.read("a/b") == b"data"
-            with pytest.raises(FileNotFoundError):
-                await box.read("none")
-            assert (await (await box.python()).run("x = 6\nx * 7", timeout_s=300)).value == "42"
-            shell = await box.shell()
-            await shell.run("cd /tmp; export A=1", timeout_s=300)
-            assert (await shell.run("pwd; echo $A", timeout_s=300)).stdout == "/tmp\n1\n"
-            closed = "import socket; socket.create_connection(('1.1.1.1', 53), 5)"
-            assert (await box.exec(["python3", "-c", closed], timeout_s=300)).exit_code == 1
-            for path in ("/written", "/usr/written", "/etc/written"):
-                assert (await box.exec(["touch", path], timeout_s=300)).exit_code == 1
-
-    asyncio.run(run())
+    async with fa.Sandbox(real, workspace=tmp_path) as box:
+        done = await box.exec("cat prepared; id -u; pwd; echo err >&2; exit 4", timeout_s=300)
+        assert (done.exit_code, done.stdout, done.stderr) == (4, "hello65534\n/work\n", "err\n")
+        await box.write("a/b", b"data")
+        assert await box.read("a/b") == b"data"
+        with pytest.raises(FileNotFoundError):
+            await box.read("none")
+        assert (await (await box.python()).run("x = 6\nx * 7", timeout_s=300)).value == "42"
+        shell = await box.shell()
+        await shell.run("cd /tmp; export A=1", timeout_s=300)
+        assert (await shell.run("pwd; echo $A", timeout_s=300)).stdout == "/tmp\n1\n"
+        closed = "import socket; socket.create_connection(('1.1.1.1', 53), 5)"
+        assert (await box.exec(["python3", "-c", closed], timeout_s=300)).exit_code == 1
+        for path in ("/written", "/usr/written", "/etc/written"):
+            assert (await box.exec(["touch", path], timeout_s=300)).exit_code == 1
 
 
 FORKS = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
 
 
-def test_what_takes_too_much_in_a_container_ends(real: fa.Docker | fa.Podman) -> None:
-    async def run() -> None:
-        async with fa.Sandbox(real) as box:
-            await box.write("kept", b"data")
-            done = await box.exec(["python3", "-c", "import time; time.sleep(600)"], timeout_s=1)
-            assert done.killed_by is fa.KilledBy.DEADLINE
+async def test_what_takes_too_much_in_a_container_ends(real: fa.Docker | fa.Podman) -> None:
+    async with fa.Sandbox(real) as box:
+        await box.write("kept", b"data")
+        done = await box.exec(["python3", "-c", "import time; time.sleep(600)"], timeout_s=1)
+        assert done.killed_by is fa.KilledBy.DEADLINE
+        assert await left_by_calls(box) == []
+        session = await box.python()
+        assert (await session.run("while True: pass", timeout_s=1)).killed_by is fa.KilledBy.DEADLINE
+        assert await left_by_calls(box) == []
+        assert await box.read("kept") == b"data"
+        done = await box.exec(["python3", "-c", "bytearray(300 * 2**20)"], timeout_s=300)
+        assert done.exit_code == 137, "killed by the kernel"
+        writing = "open('big', 'wb').write(bytes(40 * 2**20))"
+        done = await box.exec(["python3", "-c", writing], timeout_s=300)
+        assert done.exit_code == 1 and "No space left on device" in done.stderr
+        done = await box.exec(["python3", "-c", FORKS], timeout_s=2)
+        assert done.killed_by is fa.KilledBy.DEADLINE
+        # The box ends where the bomb has left no room for the process that kills.
+        with contextlib.suppress(SandboxClosed):
             assert await left_by_calls(box) == []
-            session = await box.python()
-            assert (await session.run("while True: pass", timeout_s=1)).killed_by is fa.KilledBy.DEADLINE
-            assert await left_by_calls(box) == []
-            assert await box.read("kept") == b"data"
-            done = await box.exec(["python3", "-c", "bytearray(300 * 2**20)"], timeout_s=300)
-            assert done.exit_code == 137, "killed by the kernel"
-            writing = "open('big', 'wb').write(bytes(40 * 2**20))"
-            done = await box.exec(["python3", "-c", writing], timeout_s=300)
-            assert done.exit_code == 1 and "No space left on device" in done.stderr
-            done = await box.exec(["python3", "-c", FORKS], timeout_s=2)
-            assert done.killed_by is fa.KilledBy.DEADLINE
-            # The box ends where the bomb has left no room for the process that kills.
-            with contextlib.suppress(SandboxClosed):
-                assert await left_by_calls(box) == []
-
-    asyncio.run(run())
 
 
 async def left_by_calls(box: fa.Sandbox) -> list[str]:

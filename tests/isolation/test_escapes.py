@@ -55,25 +55,21 @@ def test_the_attempt_gets_out_of_plain_processes(name: str) -> None:
     assert ESCAPED in said, said
 
 
-def test_links_in_a_box_lead_to_no_file_of_the_host(tmp_path) -> None:
+async def test_links_in_a_box_lead_to_no_file_of_the_host(tmp_path) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("of the host")
     secret.chmod(0o666)
-
-    async def run() -> None:
-        async with Sandbox() as box:
-            await box.exec(["ln", "-s", str(secret), "link"], timeout_s=300)
-            await box.exec(["ln", "-s", str(tmp_path), "folder"], timeout_s=300)
-            await box.exec(["ln", "-s", "/proc/1/root/etc/hostname", "name"], timeout_s=300)
-            for path in ("link", "folder/secret.txt", f"../..{secret}", "name"):
-                with pytest.raises((FileNotFoundError, RuntimeError)):
-                    await box.read(path)
-            back = await box.artifacts(["link", "folder/secret.txt"])
-            assert back.files == {} and back.missing == ("link", "folder/secret.txt")
-            with pytest.raises(RuntimeError):
-                await box.write("folder/new.txt", b"x")
-
-    asyncio.run(run())
+    async with Sandbox() as box:
+        await box.exec(["ln", "-s", str(secret), "link"], timeout_s=300)
+        await box.exec(["ln", "-s", str(tmp_path), "folder"], timeout_s=300)
+        await box.exec(["ln", "-s", "/proc/1/root/etc/hostname", "name"], timeout_s=300)
+        for path in ("link", "folder/secret.txt", f"../..{secret}", "name"):
+            with pytest.raises((FileNotFoundError, RuntimeError)):
+                await box.read(path)
+        back = await box.artifacts(["link", "folder/secret.txt"])
+        assert back.files == {} and back.missing == ("link", "folder/secret.txt")
+        with pytest.raises(RuntimeError):
+            await box.write("folder/new.txt", b"x")
     assert secret.read_text() == "of the host"
     assert os.listdir(tmp_path) == ["secret.txt"]
 

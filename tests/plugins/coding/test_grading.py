@@ -39,13 +39,8 @@ def test_the_right_patch_scores_one(attempt: Attempted, runner: str) -> None:
     edit = {"path": PRICES, "old": "numbers[1:]", "new": "numbers"}
     done = attempt(runner, [calls(("view", {"path": PRICES})), calls(("edit", edit), ("submit", {}))])
     assert done.score.value == 1.0 and done.score.is_correct, done.test_log
-    assert done.score.parts == {
-        "has_changes": 1.0,
-        "fail_to_pass": 1.0,
-        "pass_to_pass": 1.0,
-        "num_refused_changes": 0.0,
-        "num_tampered": 0.0,
-    }
+    all_passed = {"has_changes": 1.0, "fail_to_pass": 1.0, "pass_to_pass": 1.0}
+    assert done.score.parts == all_passed | {"num_refused_changes": 0.0, "num_tampered": 0.0}
     assert f"--- a/{PRICES}\n+++ b/{PRICES}\n" in done.patch
     assert "-    for number in numbers[1:]:\n+    for number in numbers:\n" in done.patch
     assert "3 of 3 passed" in done.test_log
@@ -53,17 +48,13 @@ def test_the_right_patch_scores_one(attempt: Attempted, runner: str) -> None:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_wrong_patch_scores_zero(attempt: Attempted, runner: str) -> None:
-    done = attempt(runner, script(writes=[(PRICES, WRONG.replace("[1:]", "[:-1]"))]))
-    assert done.score.value == 0.0 and not done.score.is_correct
-    assert (done.score.parts["fail_to_pass"], done.score.parts["pass_to_pass"]) == (0.0, 1.0)
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_half_a_patch_scores_zero_and_its_share_is_told(attempt: Attempted, runner: str) -> None:
+def test_a_wrong_patch_scores_zero_and_shares_of_tests_are_told(attempt: Attempted, runner: str) -> None:
+    wrong = attempt(runner, script(writes=[(PRICES, WRONG.replace("[1:]", "[:-1]"))])).score
+    assert (wrong.value, wrong.is_correct) == (0.0, False)
+    assert (wrong.parts["fail_to_pass"], wrong.parts["pass_to_pass"]) == (0.0, 1.0)
     half = WRONG.replace("numbers[1:]", "numbers if len(numbers) > 1 else numbers[1:]")
-    done = attempt(runner, script(writes=[(PRICES, half)]))
-    assert done.score.value == 0.0 and done.score.parts["fail_to_pass"] == 0.5
+    half_right = attempt(runner, script(writes=[(PRICES, half)])).score
+    assert (half_right.value, half_right.parts["fail_to_pass"]) == (0.0, 0.5)
 
 
 def test_nothing_changed_runs_no_tests(attempt: Attempted) -> None:
@@ -72,14 +63,9 @@ def test_nothing_changed_runs_no_tests(attempt: Attempted) -> None:
     assert done.score.parts == {"has_changes": 0.0, "num_refused_changes": 0.0, "num_tampered": 0.0}
 
 
-_PASSES = (
-    "import unittest\n\n\nclass TestTotal(unittest.TestCase):\n    def test_nothing(self):\n        pass\n"
-)
+_PASSES = "import unittest\nclass TestTotal(unittest.TestCase):\n    def test_nothing(self):\n        pass\n"
 _ALL_PASS = _PASSES + "    test_all_count = test_one = test_nothing\n"
-_PATCHED_CONFTEST = """
-import _pytest.python
-_pytest.python.Function.runtest = lambda self: None
-"""
+_PATCHED_CONFTEST = "import _pytest.python\n_pytest.python.Function.runtest = lambda self: None\n"
 
 
 @pytest.mark.parametrize(
@@ -153,11 +139,9 @@ _HOSTILE = {
     "memory": "x = [bytearray(2**26) for _ in range(10**4)]\n",
     "end of the process at the end": "import atexit, os\natexit.register(os._exit, 0)\n" + WRONG,
 }
+_WHEN_CALLED = ("exit when called", "end when called", "forged when called")
 _PYTEST_HOSTILE = {
-    "exit": _HOSTILE["exit"],
-    "exit when called": _HOSTILE["exit when called"],
-    "end when called": _HOSTILE["end when called"],
-    "forged when called": _HOSTILE["forged when called"],
+    **{name: _HOSTILE[name] for name in ("exit", *_WHEN_CALLED)},
     "skipped": "import pytest\ndef total(numbers):\n    pytest.skip('no')\n",
     "expected": "import pytest\ndef total(numbers):\n    pytest.xfail('no')\n",
     "left": "import pytest\ndef total(numbers):\n    pytest.exit('no', returncode=0)\n",
@@ -171,13 +155,8 @@ _PYTEST_HOSTILE = {
 
 
 _MORE = {
-    ("unittest", "exit when called"),
-    ("unittest", "end when called"),
-    ("unittest", "forged when called"),
-    ("unittest", "end of the process at the end"),
-    ("pytest", "exit"),
-    ("pytest", "expected"),
-    ("pytest", "skipped"),
+    "unittest": (*_WHEN_CALLED, "end of the process at the end"),
+    "pytest": ("exit", "expected", "skipped"),
 }
 """What differs from another case in little."""
 
@@ -185,7 +164,7 @@ _MORE = {
 @pytest.mark.parametrize(
     ("runner", "name"),
     [
-        pytest.param(runner, name, marks=pytest.mark.exhaustive if (runner, name) in _MORE else ())
+        pytest.param(runner, name, marks=pytest.mark.exhaustive if name in _MORE[runner] else ())
         for runner, solutions in (("unittest", _HOSTILE), ("pytest", _PYTEST_HOSTILE))
         for name in solutions
     ],
@@ -218,10 +197,8 @@ def test_a_flood_of_output_is_cut(attempt: Attempted) -> None:
 
 
 def test_huge_changes_are_not_judged(attempt: Attempted) -> None:
-    for command in (
-        "head -c 2000000 /dev/zero | tr '\\0' x > big.txt",
-        "for i in $(seq 300); do echo $i > shop/f$i.txt; done",
-    ):
+    many = "for i in $(seq 300); do echo $i > shop/f$i.txt; done"
+    for command in ("head -c 2000000 /dev/zero | tr '\\0' x > big.txt", many):
         done = attempt("unittest", script(command, writes=[(PRICES, RIGHT)]))
         assert done.score.value == 0.0 and done.score.parts["has_changes"] == 0.0
         assert "max_patch_kib = 1024 or max_changed_files = 200" in done.test_log
@@ -236,15 +213,10 @@ def test_what_is_no_text_does_not_count(attempt: Attempted) -> None:
     ]
     done = attempt("unittest", script(*commands, writes=[(PRICES, RIGHT)]))
     assert done.score.value == 1.0, done.test_log
-    assert dict(done.changes.refused) == {
-        "shop/passwd": Refusal.LINK,
-        "shop/outside": Refusal.LINK,
-        "shop/pipe": Refusal.LINK,
-        "shop/current": Refusal.LINK,
-        "shop/logo.bin": Refusal.BINARY,
-        "shop/bytes.txt": Refusal.BINARY,
-        "shop/new\nline": Refusal.NAME,
-    }
+    links = ("shop/passwd", "shop/outside", "shop/pipe", "shop/current")
+    binary = ("shop/logo.bin", "shop/bytes.txt")
+    refused = dict.fromkeys(links, Refusal.LINK) | dict.fromkeys(binary, Refusal.BINARY)
+    assert dict(done.changes.refused) == refused | {"shop/new\nline": Refusal.NAME}
     assert done.score.parts["num_refused_changes"] == 7.0 and done.score.parts["num_tampered"] == 0.0
     assert "root:" not in done.patch
 

@@ -28,9 +28,7 @@ def test_the_file_has_a_token_of_its_own_and_is_for_its_owner(tmp_path: Path) ->
     assert ServingAddress(ServingSection(), file, told.append).setup().token != first.token
 
 
-def test_a_token_of_the_environment_is_written_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_of_a_variable_is_written_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token = "from the environment"
     section = ServingSection(token_env="MY_TOKEN")
     monkeypatch.setenv("MY_TOKEN", token)
@@ -60,9 +58,8 @@ def test_an_address_that_cannot_be_listened_on_is_refused_by_name() -> None:
 def test_your_own_environment_serves_people_or_does_not() -> None:
     options = {"hint": "", "failing_digit": 1}
     other = PythonCode(kind="python", factory="tests.support.environments.TryAgain", options=options)
-    serving = PythonCode(
-        kind="python", factory="tests.plugins.serve.test_sessions_of_people.Counting", options={}
-    )
+    factory = "tests.plugins.serve.test_sessions_of_people.Counting"
+    serving = PythonCode(kind="python", factory=factory, options={})
     (problem,) = check_environment(other, is_served=True)
     assert problem.field == "environment.factory" and "derived from ServedSessions" in problem.remedy
     (problem,) = check_environment(serving, is_served=False)

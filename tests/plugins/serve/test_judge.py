@@ -1,11 +1,10 @@
 """What a judge is asked, and which of its answers count."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from forgeasync.environments import ContextFull, Turn
 from forgeasync.plugins.serve import MAX_CHARACTERS, Exchange, exchanges, judge_session, read_answer
@@ -24,23 +23,13 @@ def test_which_replies_are_judged() -> None:
     """Those of ours that the person has answered, and those that branches share only once."""
     shared = [user("hi"), ours("hello"), user("2 + 2?")]
     theirs = {"role": "assistant", "content": "written by the client"}
+    tool = {"role": "tool", "content": "1"}
     branches = [
         [*shared, ours("5"), user("no"), ours("4")],
-        [
-            *shared,
-            ours("4"),
-            user("thanks"),
-            theirs,
-            user("more"),
-            ours("?"),
-            {"role": "tool", "content": "1"},
-        ],
+        [*shared, ours("4"), user("thanks"), theirs, user("more"), ours("?"), tool],
     ]
-    assert list(exchanges(branches)) == [
-        Exchange(reply="hello", next_message="2 + 2?"),
-        Exchange(reply="5", next_message="no"),
-        Exchange(reply="4", next_message="thanks"),
-    ]
+    expected = [("hello", "2 + 2?"), ("5", "no"), ("4", "thanks")]
+    assert list(exchanges(branches)) == [Exchange(reply=one, next_message=other) for one, other in expected]
 
 
 @pytest.mark.parametrize(
@@ -52,24 +41,9 @@ def test_which_answers_count(text: str, value: float | None) -> None:
     assert read_answer(text) == value
 
 
-@given(st.text(max_size=60))
-def test_no_other_answer_counts(text: str) -> None:
-    is_one = text.strip().lower().removesuffix(".") in ("good", "bad") and len(text) <= 40
-    assert (read_answer(text) is not None) == is_one
-
-
 def test_the_mean_is_over_the_replies_that_were_rated() -> None:
-    branch = [
-        user("a"),
-        ours("1"),
-        user("b"),
-        ours("2"),
-        user("c"),
-        ours("3"),
-        user("d"),
-        ours("4"),
-        user("e"),
-    ]
+    replies = [[user(text), ours(number)] for text, number in zip("abcd", "1234", strict=True)]
+    branch = [*itertools.chain.from_iterable(replies), user("e")]
 
     class Judge(ScriptedAgent):
         async def respond(self, *arguments: Any, **options: Any) -> Turn:

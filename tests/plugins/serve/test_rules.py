@@ -17,6 +17,8 @@ SERVED = (
     "evaluation={num_problems: 0}",
 )
 SOURCE = "{kind: reasoning_gym, task: chain_sum}"
+SET = "evaluation.sets=[{name: s, source: %s, num_problems: 2}]"
+OTHER_DATA = f"data={{source: {SOURCE}, num_train: 9, num_held_out: 9}}"
 JUDGED = "serving.score_from=[feedback, judge]"
 
 
@@ -43,23 +45,11 @@ def test_a_served_run() -> None:
     [
         (["environment=null"], "environment.kind", "must be 'served'"),
         (["environment={kind: coding}"], "environment.kind", "must be 'served'"),
-        (
-            [f"data={{source: {SOURCE}, num_train: 9, num_held_out: 9}}"],
-            "data.source.kind",
-            "must be 'served'",
-        ),
+        ([OTHER_DATA], "data.source.kind", "must be 'served'"),
         (["data.num_held_out=3"], "data.num_held_out", "must be 0"),
         (["evaluation.num_problems=3"], "evaluation.num_problems", "must be at most data.num_held_out = 0"),
-        (
-            [f"evaluation.sets=[{{name: s, source: {SOURCE}, num_problems: 2}}]"],
-            "evaluation.sets",
-            "must be left out",
-        ),
-        (
-            ["evaluation.sets=[{name: s, source: {kind: served}, num_problems: 2}]"],
-            "evaluation.sets.0.source.kind",
-            "only source",
-        ),
+        ([SET % SOURCE], "evaluation.sets", "must be left out"),
+        ([SET % "{kind: served}"], "evaluation.sets.0.source.kind", "only source"),
         (["algorithm.group_size=4"], "algorithm.group_size", "must be 1"),
         (["algorithm.advantage=grpo"], "algorithm.advantage", "'reinforce_pp'"),
         (["algorithm.advantage=rloo"], "algorithm.advantage", "'reinforce_pp'"),
@@ -67,11 +57,7 @@ def test_a_served_run() -> None:
         (["buffer.stale_groups=wait"], "buffer.stale_groups", "must be 'drop'"),
         (["buffer.age_of=oldest_token"], "buffer.age_of", "must be 'token'"),
         (["serving.host=10.0.0.1"], "serving.token_env", "can be reached from other machines"),
-        (
-            ["serving.host=0.0.0.0", "serving.token_env=T"],
-            "serving.public_host",
-            "stands for all its addresses",
-        ),
+        (["serving.host=0.0.0.0", "serving.token_env=T"], "serving.public_host", "stands for all"),
         (["serving.idle_session_s=100", "serving.session_s=50"], "serving.idle_session_s", "at most"),
         (["serving.score_from=[environment]"], "serving.score_from", "needs an environment of your own"),
         ([JUDGED], "agents", "must be {policy: {}, judge: {trainable: false}}"),

@@ -1,10 +1,12 @@
 """A run that serves people: what they do trains, and nobody waits for training."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
@@ -16,6 +18,7 @@ from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import finish, read_lines, start
 from tests.support.people import People, found
 
+Process = subprocess.Popen[str]
 GROUPS_PER_STEP = 4
 MAX_AGE = 1
 REPORTS_S = 3.0
@@ -71,57 +74,62 @@ def check_files(run_dir: Path, token: str, num_steps: int) -> list[dict[str, flo
         assert [one["role"] for one in branch][:4] == ["user", "assistant"] * 2
         said = "".join(one["content"] for one in branch[1::2])
         assert rollout["reward"] == len(set(said)), "the person's verdict"
-    holders = [
-        file.name for file in run_dir.rglob("*") if file.is_file() and token.encode() in file.read_bytes()
-    ]
-    assert holders == ["serving.json"]
+    files = [file for file in run_dir.rglob("*") if file.is_file()]
+    assert [file.name for file in files if token.encode() in file.read_bytes()] == ["serving.json"]
     assert steps[-1]["payload/num_bytes_held"] == 0
     return steps
 
 
-async def use(process: "subprocess.Popen[str]", run_dir: Path) -> People:
+async def use(process: Process, people: People) -> None:
     """Use up all tickets, be served all the same, then come until the run is over."""
-    place = await found(run_dir / "serving.json")
-    async with aiohttp.ClientSession() as http:
-        people = People(place=place, http=http)
-        status, body = await people.request("POST", "/sessions", None)
-        assert (status, body["error"]["code"]) == (401, "invalid_token")
-        tickets, others = [], []
-        while len(tickets) < (MAX_AGE + 1) * GROUPS_PER_STEP:
-            session = await people.open()
-            (tickets if session["trains"] else others).append(session)
-            await asyncio.sleep(0.0 if session["trains"] else 0.1)
-        others += [await people.open() for _ in range(3)]
-        assert not any(session["trains"] for session in others), "the buffer lets no further group start"
-        said = await asyncio.gather(*(people.chat(one, 2) for one in (*tickets, *others)))
-        first, second = tickets[:2]
-        for method, path in (("POST", "/feedback"), ("DELETE", "")):
-            path = f"/sessions/{first['id']}{path}"
-            assert (await people.request(method, path, second["api_key"], {"score": 1}))[0] == 401
-        await asyncio.sleep(REPORTS_S)
-        for session, text in zip(tickets, said, strict=False):
-            await people.judge(session, float(len(set(text))))
-        # Two steps train on these; the third needs visitors, and its metrics have what was reported by then.
-        await asyncio.sleep(REPORTS_S)
-        onlooker = others[-1]
-        visitors = [asyncio.create_task(people.keep_coming(number)) for number in range(4)]
-        path, ask = f"/sessions/{onlooker['id']}/v1/models", onlooker["api_key"]
-        while (answer := await people.request("GET", path, ask))[0] == 200:
-            assert process.poll() is None
-            await asyncio.sleep(0.1)
-        assert answer[0] == 410 and "the run that served it has ended" in answer[1]["error"]["message"]
-        await asyncio.gather(*visitors)
-        return people
+    status, body = await people.request("POST", "/sessions", None)
+    assert (status, body["error"]["code"]) == (401, "invalid_token")
+    tickets, others = [], []
+    while len(tickets) < (MAX_AGE + 1) * GROUPS_PER_STEP:
+        session = await people.open()
+        (tickets if session["trains"] else others).append(session)
+        await asyncio.sleep(0.0 if session["trains"] else 0.1)
+    others += [await people.open() for _ in range(3)]
+    assert not any(session["trains"] for session in others), "the buffer lets no further group start"
+    said = await asyncio.gather(*(people.chat(one, 2) for one in (*tickets, *others)))
+    first, second = tickets[:2]
+    for method, path in (("POST", "/feedback"), ("DELETE", "")):
+        path = f"/sessions/{first['id']}{path}"
+        assert (await people.request(method, path, second["api_key"], {"score": 1}))[0] == 401
+    await asyncio.sleep(REPORTS_S)
+    for session, text in zip(tickets, said, strict=False):
+        await people.judge(session, float(len(set(text))))
+    # Two steps train on these; the third needs visitors, and its metrics have what was reported by then.
+    await asyncio.sleep(REPORTS_S)
+    onlooker = others[-1]
+    visitors = [asyncio.create_task(people.keep_coming(number)) for number in range(4)]
+    path, ask = f"/sessions/{onlooker['id']}/v1/models", onlooker["api_key"]
+    while (answer := await people.request("GET", path, ask))[0] == 200:
+        assert process.poll() is None
+        await asyncio.sleep(0.1)
+    assert answer[0] == 410 and "the run that served it has ended" in answer[1]["error"]["message"]
+    await asyncio.gather(*visitors)
+
+
+async def serve(
+    config_file: Path, run_dir: Path, use: Callable[[Process, People], Awaitable[None]], *overrides: str
+) -> tuple[int, str, str, People]:
+    """Exit code, stdout and stderr of a run that people use, and the people."""
+    process = start(config_file, f"run_dir={run_dir}", *overrides, app="apps.serve")
+    try:
+        place = await found(run_dir / "serving.json")
+        async with aiohttp.ClientSession() as http:
+            people = People(place=place, http=http)
+            await use(process, people)
+    finally:
+        code, out, err = finish(process)
+    return code, out, err, people
 
 
 @pytest.mark.exhaustive
-def test_people_are_served_and_trained_on(config_file: Path, tmp_path: Path) -> None:
+async def test_people_are_served_and_trained_on(config_file: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(config_file, f"run_dir={run_dir}", app="apps.serve")
-    try:
-        people = asyncio.run(use(process, run_dir))
-    finally:
-        code, out, err = finish(process)
+    code, out, err, people = await serve(config_file, run_dir, use)
     assert code == 0, err
     assert f"serving people: POST {people.place.url}/sessions" in out and "no held-out problems" in out
     last = check_files(run_dir, people.place.token, 3)[-1]
@@ -131,71 +139,56 @@ def test_people_are_served_and_trained_on(config_file: Path, tmp_path: Path) -> 
     assert last["serving/num_opened"] <= people.opened.total()
 
 
-async def lose_worker(run_dir: Path) -> People:
+async def lose_worker(_: Process, people: People) -> None:
     """Have the worker killed while sessions are open, and be served again at the same address."""
-    place = await found(run_dir / "serving.json")
-    async with aiohttp.ClientSession() as http:
-        people = People(place=place, http=http)
-        lost = [await people.open() for _ in range(6)]
-        await asyncio.gather(*(people.chat(session, 2) for session in lost))
-        worker = place.worker
-        os.kill(worker, signal.SIGKILL)
-        asking = f"/sessions/{lost[0]['id']}/v1/models"
-        with pytest.raises(aiohttp.ClientError):
-            while True:
-                await people.request("GET", asking, lost[0]["api_key"])
+    lost = [await people.open() for _ in range(6)]
+    await asyncio.gather(*(people.chat(session, 2) for session in lost))
+    worker = people.place.worker
+    os.kill(worker, signal.SIGKILL)
+    asking = f"/sessions/{lost[0]['id']}/v1/models"
+    with pytest.raises(aiohttp.ClientError):
         while True:
-            try:
-                status, body = await people.request("GET", asking, lost[0]["api_key"])
-                break
-            except aiohttp.ClientError:
-                await asyncio.sleep(0.2)
-        assert (status, body["error"]["code"]) == (404, "session_not_found")
-        assert await found(run_dir / "serving.json") == place and place.worker != worker
-        await asyncio.gather(*(people.keep_coming(number) for number in range(6)))
-        return people
+            await people.request("GET", asking, lost[0]["api_key"])
+    answer = None
+    while answer is None:
+        with contextlib.suppress(aiohttp.ClientError):
+            answer = await people.request("GET", asking, lost[0]["api_key"])
+        await asyncio.sleep(0.2)
+    assert (answer[0], answer[1]["error"]["code"]) == (404, "session_not_found")
+    assert people.place.worker != worker
+    await asyncio.gather(*(people.keep_coming(number) for number in range(6)))
 
 
 @pytest.mark.exhaustive
-def test_a_worker_that_dies_comes_back_at_the_same_address(config_file: Path, tmp_path: Path) -> None:
+async def test_a_worker_that_dies_comes_back_at_the_same_address(config_file: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(config_file, f"run_dir={run_dir}", app="apps.serve")
-    try:
-        people = asyncio.run(lose_worker(run_dir))
-    finally:
-        code, out, err = finish(process)
+    code, out, err, people = await serve(config_file, run_dir, lose_worker)
     assert code == 0, err
     assert "its episodes run again elsewhere" in out
+    assert await found(run_dir / "serving.json") == people.place
     last = check_files(run_dir, people.place.token, 3)[-1]
     assert last["environment/num_restarted_workers"] == 1
     assert last["episode/ended_infrastructure"] >= 1
 
 
-async def interrupt(process: "subprocess.Popen[str]", run_dir: Path) -> None:
-    place = await found(run_dir / "serving.json")
-    async with aiohttp.ClientSession() as http:
-        people = People(place=place, http=http)
-        session = await people.open()
-        await people.chat(session, 1)
-        process.send_signal(signal.SIGINT)
-        path = f"/sessions/{session['id']}/v1/models"
-        while (answer := await people.request("GET", path, session["api_key"]))[0] == 200:
+async def interrupt(process: Process, people: People) -> None:
+    session = await people.open()
+    await people.chat(session, 1)
+    process.send_signal(signal.SIGINT)
+    path = f"/sessions/{session['id']}/v1/models"
+    while (answer := await people.request("GET", path, session["api_key"]))[0] == 200:
+        await asyncio.sleep(0.05)
+    assert answer[0] == 410 and "the run that served it has ended" in answer[1]["error"]["message"]
+    with pytest.raises(aiohttp.ClientError):
+        while (await people.request("GET", path, session["api_key"]))[0] == 410:
             await asyncio.sleep(0.05)
-        assert answer[0] == 410 and "the run that served it has ended" in answer[1]["error"]["message"]
-        with pytest.raises(aiohttp.ClientError):
-            while (await people.request("GET", path, session["api_key"]))[0] == 410:
-                await asyncio.sleep(0.05)
 
 
 @pytest.mark.exhaustive
-def test_people_are_told_when_a_run_is_interrupted(config_file: Path, tmp_path: Path) -> None:
+async def test_people_are_told_when_a_run_is_interrupted(config_file: Path, tmp_path: Path) -> None:
     """Texts are kept nowhere where the config does not say so."""
     run_dir = tmp_path / "run"
-    process = start(config_file, f"run_dir={run_dir}", "serving.keep_texts=false", app="apps.serve")
-    try:
-        asyncio.run(interrupt(process, run_dir))
-    finally:
-        code, _, err = finish(process)
+    code, _, err, _ = await serve(config_file, run_dir, interrupt, "serving.keep_texts=false")
     assert code == 130, err
     files = [file for file in run_dir.rglob("*") if file.is_file()]
     assert not [file for file in files if b"1 + 2 =" in file.read_bytes()]

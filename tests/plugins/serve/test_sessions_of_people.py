@@ -3,21 +3,18 @@
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable
 
 import openai
 import pytest
 
 from forgeasync.config import Ending, EpisodesSection, ScoreSource, ServingSection
 from forgeasync.plugins.serve import EndedSession, ServedSessions
-from forgeasync.rollouts import Score
-from tests.support.served import POLICY_AND_JUDGE, TOKEN, ServedWorld, served_world
+from forgeasync.rollouts import EpisodeOutcome, Score
+from tests.support.served import POLICY_AND_JUDGE, TOKEN, Answer, Person, ServedWorld, served_world
 
+Episode = asyncio.Task[EpisodeOutcome]
+ENDED_BY_FEEDBACK = {"num_opened": 1, "num_ended_feedback": 1, "num_feedback": 1}
 HURRIED = EpisodesSection(setup_s=0.1, step_s=0.1)
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(test())
 
 
 def counts(world: ServedWorld) -> dict[str, float]:
@@ -25,50 +22,51 @@ def counts(world: ServedWorld) -> dict[str, float]:
     return {name: number for name, number in world.service.report().counts.items() if number}
 
 
-def test_a_session_is_an_episode_and_its_feedback_the_score() -> None:
+async def begun(world: ServedWorld, number: int = 1) -> tuple[list[Episode], list[Person]]:
+    """Episodes on offer, and somebody in the session of each."""
+    episodes = [world.offer() for _ in range(number)]
+    await world.until_offered(number)
+    return episodes, [await world.person() for _ in range(number)]
+
+
+def check_over(answer: Answer, why: str) -> None:
+    assert answer.status == 410 and why in answer.body["error"]["message"]
+
+
+async def test_a_session_is_an_episode_and_its_feedback_the_score() -> None:
     """With the unmodified SDK. No deadline runs while a person is waited for."""
-
-    async def test() -> None:
-        async with served_world(episodes=HURRIED, limit_s=0.2) as world:
-            episode = world.offer()
-            await world.until_offered(1)
-            world.clock.advance(50.0)
-            person = await world.person()
-            assert person.opened["trains"]
-            async with openai.AsyncOpenAI(
-                base_url=person.opened["base_url"], api_key=person.opened["api_key"]
-            ) as client:
-                messages = [{"role": "user", "content": "1 + 2 ="}]
-                first = await client.chat.completions.create(model="any", messages=messages)
-                messages.append({"role": "assistant", "content": first.choices[0].message.content})
-                messages.append({"role": "user", "content": "sure?"})
-                world.clock.advance(7.0)
-                second = await client.chat.completions.create(model="any", messages=messages)
-                assert [one.choices[0].message.content for one in (first, second)] == ["0", "1"]
-            assert not episode.done()
-            answer = await person.post("/feedback", {"score": 0.75, "comment": "fine"})
-            assert (answer.status, answer.body["finished"]) == (200, True)
-            outcome = await episode
-            assert (outcome.ending, outcome.num_turns) == (Ending.COMPLETED, 2)
-            assert outcome.agents[0].score == Score(0.75, True)
-            assert outcome.agents[0].num_rewritten == 0
-            assert outcome.agents[0].session_counts["num_requests"] == 2
-            assert outcome.episode_s == 7.0, "an offer takes no time of the episode"
-            assert counts(world) == {
-                "num_opened": 1,
-                "num_ended_feedback": 1,
-                "num_feedback": 1,
-                "feedback_sum": 0.75,
-                "num_scored_by_feedback": 1,
-            }
-            report = world.service.report()
-            assert (report.num_open, report.num_on_offer) == (0, 0)
-            assert report.turn_p50_s == report.turn_p99_s == 0.0
-
-    run(test)
+    async with served_world(episodes=HURRIED, limit_s=0.2) as world:
+        episode = world.offer()
+        await world.until_offered(1)
+        world.clock.advance(50.0)
+        person = await world.person()
+        assert person.opened["trains"]
+        given = {name: person.opened[name] for name in ("base_url", "api_key")}
+        async with openai.AsyncOpenAI(**given) as client:
+            messages = [{"role": "user", "content": "1 + 2 ="}]
+            first = await client.chat.completions.create(model="any", messages=messages)
+            messages.append({"role": "assistant", "content": first.choices[0].message.content})
+            messages.append({"role": "user", "content": "sure?"})
+            world.clock.advance(7.0)
+            second = await client.chat.completions.create(model="any", messages=messages)
+            assert [one.choices[0].message.content for one in (first, second)] == ["0", "1"]
+        assert not episode.done()
+        answer = await person.post("/feedback", {"score": 0.75, "comment": "fine"})
+        assert (answer.status, answer.body["finished"]) == (200, True)
+        outcome = await episode
+        assert (outcome.ending, outcome.num_turns) == (Ending.COMPLETED, 2)
+        assert outcome.agents[0].score == Score(0.75, True)
+        assert outcome.agents[0].num_rewritten == 0
+        assert outcome.agents[0].session_counts["num_requests"] == 2
+        assert outcome.episode_s == 7.0, "an offer takes no time of the episode"
+        expected = ENDED_BY_FEEDBACK | {"feedback_sum": 0.75, "num_scored_by_feedback": 1}
+        assert counts(world) == expected
+        report = world.service.report()
+        assert (report.num_open, report.num_on_offer) == (0, 0)
+        assert report.turn_p50_s == report.turn_p99_s == 0.0
 
 
-def test_deadlines_go_on_when_nobody_is_waited_for() -> None:
+async def test_deadlines_go_on_when_nobody_is_waited_for() -> None:
     judging = threading.Event()
 
     class Slow(ServedSessions):
@@ -77,133 +75,98 @@ def test_deadlines_go_on_when_nobody_is_waited_for() -> None:
             await asyncio.Event().wait()
             raise AssertionError("nothing ends the wait")
 
-    async def test() -> None:
-        section = ServingSection(score_from=(ScoreSource.ENVIRONMENT,))
-        async with served_world(Slow(), section=section, episodes=HURRIED) as world:
-            episode = world.offer()
-            await world.until_offered(1)
-            person = await world.person()
-            await person.say("1 + 2 =")
-            await person.post("", method="DELETE")
-            await world.until(judging.is_set)
-            world.clock.advance(0.2)
-            outcome = await episode
-            assert outcome.ending is Ending.TIMEOUT and "step_s" in outcome.problem
-
-    run(test)
+    section = ServingSection(score_from=(ScoreSource.ENVIRONMENT,))
+    async with served_world(Slow(), section=section, episodes=HURRIED) as world:
+        (episode,), (person,) = await begun(world)
+        await person.say("1 + 2 =")
+        await person.post("", method="DELETE")
+        await world.until(judging.is_set)
+        world.clock.advance(0.2)
+        outcome = await episode
+        assert outcome.ending is Ending.TIMEOUT and "step_s" in outcome.problem
 
 
-def test_without_an_episode_on_offer_a_session_is_served_all_the_same() -> None:
-    async def test() -> None:
-        async with served_world() as world:
-            person = await world.person()
-            assert not person.opened["trains"]
-            for text in ("one", "two"):
-                assert (await person.say(text)).body["choices"][0]["message"]["content"] == "ok"
-            first, second = world.untrained_prompts
-            assert second[: len(first)] == first and len(second) > len(first) + 3, "the whole path"
-            assert (await person.post("/feedback", {"score": -1})).status == 200
-            assert (await person.say("three")).status == 410
-            await world.until(lambda: not world.service.report().num_open)
-            assert counts(world) == {
-                "num_opened": 1,
-                "num_untrained_no_ticket": 1,
-                "num_ended_feedback": 1,
-                "num_feedback": 1,
-                "feedback_sum": -1,
-            }
-
-    run(test)
+async def test_without_an_episode_on_offer_a_session_is_served_all_the_same() -> None:
+    async with served_world() as world:
+        person = await world.person()
+        assert not person.opened["trains"]
+        for text in ("one", "two"):
+            assert (await person.say(text)).body["choices"][0]["message"]["content"] == "ok"
+        first, second = world.untrained_prompts
+        assert second[: len(first)] == first and len(second) > len(first) + 3, "the whole path"
+        assert (await person.post("/feedback", {"score": -1})).status == 200
+        assert (await person.say("three")).status == 410
+        await world.until(lambda: not world.service.report().num_open)
+        assert counts(world) == ENDED_BY_FEEDBACK | {"feedback_sum": -1, "num_untrained_no_ticket": 1}
 
 
-def test_offers_are_taken_in_order_and_those_given_up_are_left_out() -> None:
-    async def test() -> None:
-        async with served_world() as world:
-            episodes = []
-            for number in range(3):
-                episodes.append(world.offer())
-                await world.until_offered(number + 1)
-            episodes[0].cancel()
-            await world.until_offered(2)
-            people = [await world.person() for _ in range(3)]
-            assert [one.opened["trains"] for one in people] == [True, True, False]
-            for score, person in enumerate(people[:2]):
-                await person.say("hello")
-                await person.post("/feedback", {"score": score})
-            outcomes = await asyncio.gather(*episodes[1:])
-            assert [one.agents[0].score.value for one in outcomes] == [0.0, 1.0]
-
-    run(test)
+async def test_offers_are_taken_in_order_and_those_given_up_are_left_out() -> None:
+    async with served_world() as world:
+        episodes = []
+        for number in range(3):
+            episodes.append(world.offer())
+            await world.until_offered(number + 1)
+        episodes[0].cancel()
+        await world.until_offered(2)
+        people = [await world.person() for _ in range(3)]
+        assert [one.opened["trains"] for one in people] == [True, True, False]
+        for score, person in enumerate(people[:2]):
+            await person.say("hello")
+            await person.post("/feedback", {"score": score})
+        outcomes = await asyncio.gather(*episodes[1:])
+        assert [one.agents[0].score.value for one in outcomes] == [0.0, 1.0]
 
 
-def test_who_may_open_and_who_may_ask() -> None:
-    async def test() -> None:
-        async with served_world() as world:
-            for token in (None, "", "wrong", TOKEN[:-1], TOKEN + "x", "\u00e9"):
-                answer = await world.open(token=token)
-                assert (answer.status, answer.body["error"]["code"]) == (401, "invalid_token")
-                assert TOKEN not in json.dumps(answer.body)
-            assert (await world.open(method="GET")).status == 405
-            assert (await world.open(body=b'{"model": "x"}')).status == 400
-            assert (await world.open(body=b"{")).status == 400
-            assert not counts(world), "nothing was opened"
-            first, second = await world.person(), await world.person()
-            assert (await world.open(body=b"{}")).status == 201
-            for key in (second.opened["api_key"], TOKEN, ""):
-                assert (await first.post("/v1/models", key=key, method="GET")).status == 401
-                assert (await first.post("/feedback", {"score": 1}, key=key)).status == 401
-                assert (await first.post("", key=key, method="DELETE")).status == 401
-            # A session's key opens no session.
-            assert (await world.open(token=first.opened["api_key"])).status == 401
-            first.opened["anthropic_base_url"] = world.server.url + "/sessions/unknown"
-            assert (await first.say("hi")).status == 404
-
-    run(test)
+async def test_who_may_open_and_who_may_ask() -> None:
+    async with served_world() as world:
+        for token in (None, "", "wrong", TOKEN[:-1], TOKEN + "x", "\u00e9"):
+            answer = await world.open(token=token)
+            assert (answer.status, answer.body["error"]["code"]) == (401, "invalid_token")
+            assert TOKEN not in json.dumps(answer.body)
+        assert (await world.open(method="GET")).status == 405
+        assert (await world.open(body=b'{"model": "x"}')).status == 400
+        assert (await world.open(body=b"{")).status == 400
+        assert not counts(world), "nothing was opened"
+        first, second = await world.person(), await world.person()
+        assert (await world.open(body=b"{}")).status == 201
+        for key in (second.opened["api_key"], TOKEN, ""):
+            assert (await first.post("/v1/models", key=key, method="GET")).status == 401
+            assert (await first.post("/feedback", {"score": 1}, key=key)).status == 401
+            assert (await first.post("", key=key, method="DELETE")).status == 401
+        # A session's key opens no session.
+        assert (await world.open(token=first.opened["api_key"])).status == 401
+        first.opened["anthropic_base_url"] = world.server.url + "/sessions/unknown"
+        assert (await first.say("hi")).status == 404
 
 
-def test_bad_feedback_changes_nothing_and_a_second_one_comes_too_late() -> None:
-    async def test() -> None:
-        async with served_world() as world:
-            episode = world.offer()
-            await world.until_offered(1)
-            person = await world.person()
-            await person.say("1 + 2 =")
-            for body in (
-                b'{"score": NaN}',
-                b'{"score": 1e9}',
-                b'{"score": "1"}',
-                b'{"score": true}',
-                b"{}",
-                b"x",
-            ):
-                assert (await person.post("/feedback", body)).status == 400
-            assert not episode.done() and (await person.say("again")).status == 200
-            answer = await person.post("/feedback", {"score": -2.5, "finished": False})
-            assert answer.body == {"num_feedback": 1, "finished": False}
-            assert (await person.post("/feedback", {"score": 0.5})).status == 200
-            late = await person.post("/feedback", {"score": 1})
-            assert late.status == 410 and "feedback has ended it" in late.body["error"]["message"]
-            assert (await episode).agents[0].score == Score(0.5, True)
-            assert counts(world)["feedback_sum"] == -2.0
-
-    run(test)
+async def test_bad_feedback_changes_nothing_and_a_second_one_comes_too_late() -> None:
+    async with served_world() as world:
+        (episode,), (person,) = await begun(world)
+        await person.say("1 + 2 =")
+        scores = (b"NaN", b"1e9", b'"1"', b"true")
+        for body in (*(b'{"score": ' + score + b"}" for score in scores), b"{}", b"x"):
+            assert (await person.post("/feedback", body)).status == 400
+        assert not episode.done() and (await person.say("again")).status == 200
+        answer = await person.post("/feedback", {"score": -2.5, "finished": False})
+        assert answer.body == {"num_feedback": 1, "finished": False}
+        assert (await person.post("/feedback", {"score": 0.5})).status == 200
+        check_over(await person.post("/feedback", {"score": 1}), "feedback has ended it")
+        assert (await episode).agents[0].score == Score(0.5, True)
+        assert counts(world)["feedback_sum"] == -2.0
 
 
-def test_one_session_too_many_is_told_to_come_again() -> None:
-    async def test() -> None:
-        async with served_world(section=ServingSection(max_open_sessions=2)) as world:
-            first, _ = await world.person(), await world.person()
-            refused = await world.open()
-            assert (refused.status, refused.body["error"]["code"]) == (429, "too_many_sessions")
-            assert int(refused.headers["retry-after"]) > 0
-            closed = await first.post("", method="DELETE")
-            assert closed.body == {"id": first.opened["id"], "end": "closed"}
-            while (again := await world.open()).status == 429:
-                pass
-            assert again.status == 201 and counts(world)["num_opened"] == 3
-            assert counts(world)["num_refused"] >= 1
-
-    run(test)
+async def test_one_session_too_many_is_told_to_come_again() -> None:
+    async with served_world(section=ServingSection(max_open_sessions=2)) as world:
+        first, _ = await world.person(), await world.person()
+        refused = await world.open()
+        assert (refused.status, refused.body["error"]["code"]) == (429, "too_many_sessions")
+        assert int(refused.headers["retry-after"]) > 0
+        closed = await first.post("", method="DELETE")
+        assert closed.body == {"id": first.opened["id"], "end": "closed"}
+        while (again := await world.open()).status == 429:
+            pass
+        assert again.status == 201 and counts(world)["num_opened"] == 3
+        assert counts(world)["num_refused"] >= 1
 
 
 @pytest.mark.parametrize(
@@ -213,79 +176,58 @@ def test_one_session_too_many_is_told_to_come_again() -> None:
         (ServingSection(idle_session_s=0.4, session_s=0.4), "time", "serving.session_s"),
     ],
 )
-def test_sessions_do_not_stay_open_for_ever(section: ServingSection, end: str, words: str) -> None:
+async def test_sessions_do_not_stay_open_for_ever(section: ServingSection, end: str, words: str) -> None:
     """What was said before they ended counts."""
-
-    async def test() -> None:
-        async with served_world(section=section) as world:
-            episodes = [world.offer(), world.offer()]
-            await world.until_offered(2)
-            silent, person = await world.person(), await world.person()
-            world.clock.advance(0.1)
-            await silent.say("hello")
-            await person.say("hello")
-            await person.post("/feedback", {"score": 2, "finished": False})
-            if end == "time":
-                # A session in use is not idle.
-                world.gate.clear()
-                num_asked = world.num_asked
-                asking = asyncio.ensure_future(person.say("still here"))
-                await world.until(lambda: world.num_asked > num_asked)
-            world.clock.advance(0.5)
-            if end == "time":
-                assert (await asking).status == 410
-                world.gate.set()
-            outcomes = await asyncio.gather(*episodes)
-            late = await person.say("are you there?")
-            assert late.status == 410 and words in late.body["error"]["message"]
-            scores = {one.ending: one.agents[0].score for one in outcomes}
-            assert scores == {Ending.NO_SCORE: None, Ending.COMPLETED: Score(2.0, True)}
-            assert counts(world)[f"num_ended_{end}"] == 2
-            assert counts(world)["num_untrained_no_score"] == 1
-
-    run(test)
-
-
-def test_a_session_that_nobody_has_judged_has_no_score() -> None:
-    async def test() -> None:
-        async with served_world() as world:
-            episodes = [world.offer(), world.offer()]
-            await world.until_offered(2)
-            silent, absent = await world.person(), await world.person()
-            await silent.say("hello")
-            for person in (silent, absent):
-                await person.post("", method="DELETE")
-            for outcome in await asyncio.gather(*episodes):
-                assert outcome.ending is Ending.NO_SCORE and outcome.agents[0].score is None
-            assert {name: number for name, number in counts(world).items() if "untrained" in name} == {
-                "num_untrained_no_score": 1,
-                "num_untrained_no_turn": 1,
-            }
-
-    run(test)
-
-
-def test_an_episode_ends_after_its_last_turn() -> None:
-    """A turn that is under way when feedback comes belongs to the trajectory."""
-
-    async def test() -> None:
-        async with served_world() as world:
-            episode = world.offer()
-            await world.until_offered(1)
-            person = await world.person()
-            await person.say("hello")
+    async with served_world(section=section) as world:
+        episodes, (silent, person) = await begun(world, 2)
+        world.clock.advance(0.1)
+        await silent.say("hello")
+        await person.say("hello")
+        await person.post("/feedback", {"score": 2, "finished": False})
+        if end == "time":
+            # A session in use is not idle.
             world.gate.clear()
-            asking = asyncio.ensure_future(person.say("and?"))
-            await world.until(lambda: world.num_asked == 2)
-            await person.post("/feedback", {"score": 1})
-            told = await asking
-            assert told.status == 410 and "feedback has ended it" in told.body["error"]["message"]
-            assert not episode.done()
+            num_asked = world.num_asked
+            asking = asyncio.ensure_future(person.say("still here"))
+            await world.until(lambda: world.num_asked > num_asked)
+        world.clock.advance(0.5)
+        if end == "time":
+            check_over(await asking, words)
             world.gate.set()
-            outcome = await episode
-            assert (outcome.ending, outcome.num_turns) == (Ending.COMPLETED, 2)
+        outcomes = await asyncio.gather(*episodes)
+        check_over(await person.say("are you there?"), words)
+        scores = {one.ending: one.agents[0].score for one in outcomes}
+        assert scores == {Ending.NO_SCORE: None, Ending.COMPLETED: Score(2.0, True)}
+        assert counts(world)[f"num_ended_{end}"] == 2
+        assert counts(world)["num_untrained_no_score"] == 1
 
-    run(test)
+
+async def test_a_session_that_nobody_has_judged_has_no_score() -> None:
+    async with served_world() as world:
+        episodes, (silent, absent) = await begun(world, 2)
+        await silent.say("hello")
+        for person in (silent, absent):
+            await person.post("", method="DELETE")
+        for outcome in await asyncio.gather(*episodes):
+            assert outcome.ending is Ending.NO_SCORE and outcome.agents[0].score is None
+        untrained = {name: number for name, number in counts(world).items() if "untrained" in name}
+        assert untrained == {"num_untrained_no_score": 1, "num_untrained_no_turn": 1}
+
+
+async def test_an_episode_ends_after_its_last_turn() -> None:
+    """A turn that is under way when feedback comes belongs to the trajectory."""
+    async with served_world() as world:
+        (episode,), (person,) = await begun(world)
+        await person.say("hello")
+        world.gate.clear()
+        asking = asyncio.ensure_future(person.say("and?"))
+        await world.until(lambda: world.num_asked == 2)
+        await person.post("/feedback", {"score": 1})
+        check_over(await asking, "feedback has ended it")
+        assert not episode.done()
+        world.gate.set()
+        outcome = await episode
+        assert (outcome.ending, outcome.num_turns) == (Ending.COMPLETED, 2)
 
 
 class Counting(ServedSessions):
@@ -296,69 +238,52 @@ class Counting(ServedSessions):
         return None if "no idea" in said else Score(float(len(said)), True)
 
 
-def test_a_verdict_of_your_own_and_the_order_of_scores() -> None:
-    async def test() -> None:
-        order = (ScoreSource.ENVIRONMENT, ScoreSource.FEEDBACK)
-        async with served_world(Counting(), section=ServingSection(score_from=order)) as world:
-            episodes = [world.offer() for _ in range(3)]
-            await world.until_offered(3)
-            people = [await world.person() for _ in range(3)]
-            for person, text in zip(people, ("hello", "no idea", "no idea"), strict=True):
-                await person.say(text)
-            for person in people[:2]:
-                await person.post("/feedback", {"score": -3})
-            await people[2].post("", method="DELETE")
-            outcomes = await asyncio.gather(*episodes)
-            scores = [one.agents[0].score for one in outcomes]
-            assert {None if score is None else score.value for score in scores} == {2.0, -3.0, None}
-            assert counts(world)["num_scored_by_environment"] == 1
-            assert counts(world)["num_scored_by_feedback"] == 1
-
-    run(test)
+async def test_a_verdict_of_your_own_and_the_order_of_scores() -> None:
+    order = (ScoreSource.ENVIRONMENT, ScoreSource.FEEDBACK)
+    async with served_world(Counting(), section=ServingSection(score_from=order)) as world:
+        episodes, people = await begun(world, 3)
+        for person, text in zip(people, ("hello", "no idea", "no idea"), strict=True):
+            await person.say(text)
+        for person in people[:2]:
+            await person.post("/feedback", {"score": -3})
+        await people[2].post("", method="DELETE")
+        outcomes = await asyncio.gather(*episodes)
+        scores = [one.agents[0].score for one in outcomes]
+        assert {None if score is None else score.value for score in scores} == {2.0, -3.0, None}
+        scored_by = [counts(world)[f"num_scored_by_{one}"] for one in ("environment", "feedback")]
+        assert scored_by == [1, 1]
 
 
-def test_a_judge_rates_replies_by_what_came_next() -> None:
-    async def test() -> None:
-        section = ServingSection(score_from=(ScoreSource.JUDGE,))
-        judged = ["good", " BAD.\n", "good enough"]
-        async with served_world(section=section, roles=POLICY_AND_JUDGE, judge_texts=judged) as world:
-            episode = world.offer()
-            await world.until_offered(1)
-            person = await world.person()
-            for text in ("1 + 2 =", "no, again", "thanks", "bye"):
-                await person.say(text)
-            await person.post("", method="DELETE")
-            outcome = await episode
-            assert outcome.ending is Ending.COMPLETED
-            assert outcome.agents[0].score == Score(0.5, False)
-            assert [one.num_turns for one in outcome.agents] == [4, 3], "nobody answered the last reply"
-            assert counts(world)["num_judged"] == 2 and counts(world)["num_unreadable_judgements"] == 1
-            assert counts(world)["num_scored_by_judge"] == 1
-
-    run(test)
+async def test_a_judge_rates_replies_by_what_came_next() -> None:
+    section = ServingSection(score_from=(ScoreSource.JUDGE,))
+    judged = ["good", " BAD.\n", "good enough"]
+    async with served_world(section=section, roles=POLICY_AND_JUDGE, judge_texts=judged) as world:
+        (episode,), (person,) = await begun(world)
+        for text in ("1 + 2 =", "no, again", "thanks", "bye"):
+            await person.say(text)
+        await person.post("", method="DELETE")
+        outcome = await episode
+        assert outcome.ending is Ending.COMPLETED
+        assert outcome.agents[0].score == Score(0.5, False)
+        assert [one.num_turns for one in outcome.agents] == [4, 3], "nobody answered the last reply"
+        assert counts(world)["num_judged"] == 2 and counts(world)["num_unreadable_judgements"] == 1
+        assert counts(world)["num_scored_by_judge"] == 1
 
 
-def test_when_the_run_is_over_everybody_is_told() -> None:
-    async def test() -> None:
-        async with served_world() as world:
-            episode = world.offer()
-            await world.until_offered(1)
-            trained, untrained = await world.person(), await world.person()
-            await trained.say("hello")
-            world.gate.clear()
-            asking = asyncio.ensure_future(untrained.say("hello"))
-            await world.until(lambda: world.num_asked == 2)
-            world.service.end()
-            told = [await asking, await trained.say("more")]
-            for answer in told:
-                assert (
-                    answer.status == 410
-                    and "the run that served it has ended" in answer.body["error"]["message"]
-                )
-            refused = await world.open()
-            assert (refused.status, refused.body["error"]["code"]) == (503, "run_over")
-            world.gate.set()
-            assert (await episode).ending is Ending.NO_SCORE
-            assert counts(world)["num_ended_run_over"] >= 1
-
-    run(test)
+async def test_when_the_run_is_over_everybody_is_told() -> None:
+    async with served_world() as world:
+        episode = world.offer()
+        await world.until_offered(1)
+        trained, untrained = await world.person(), await world.person()
+        await trained.say("hello")
+        world.gate.clear()
+        asking = asyncio.ensure_future(untrained.say("hello"))
+        await world.until(lambda: world.num_asked == 2)
+        world.service.end()
+        for answer in (await asking, await trained.say("more")):
+            check_over(answer, "the run that served it has ended")
+        refused = await world.open()
+        assert (refused.status, refused.body["error"]["code"]) == (503, "run_over")
+        world.gate.set()
+        assert (await episode).ending is Ending.NO_SCORE
+        assert counts(world)["num_ended_run_over"] >= 1

@@ -1,66 +1,27 @@
 """Continuous batching by events against one that goes token by token."""
 
+import itertools
 from collections import deque
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.buffer import Start
-from forgeasync.plugins.simulator import (
-    Clock,
-    DecodePoint,
-    DecodeTable,
-    DrawnRollout,
-    Engine,
-    EngineCost,
-    Estimate,
-    Sequence,
-    SimulatedGroup,
-)
-from forgeasync.rollouts import Task
+from forgeasync.plugins.simulator import Clock, Engine, EngineCost, Sequence
+from tests.plugins.simulator.made_engines import decode_table, engine_cost, made_group, play
 
 BASE_S, SEQUENCE_S, CONTEXT_S, PREFILL_S = 0.01, 0.001, 0.00001, 0.0005
 
 
-def _cost(
-    *,
-    max_num_seqs: int,
-    max_kv_tokens: int = 10**9,
-    kv_block_tokens: int = 1,
-    response_s: float = 0.0,
-    response_stall_s: float = 0.0,
-) -> EngineCost:
+STEPS_S = {
+    (num, context): BASE_S + SEQUENCE_S * num + CONTEXT_S * context
+    for num, context in itertools.product((1, 64), (0, 10_000))
+}
+
+
+def _cost(**limits: float) -> EngineCost:
     """A step takes BASE_S, SEQUENCE_S a sequence and CONTEXT_S a token of the mean context."""
-    points = [
-        DecodePoint(
-            num_running=num,
-            num_context_tokens=context,
-            step_s=Estimate.stated(BASE_S + SEQUENCE_S * num + CONTEXT_S * context),
-        )
-        for num in (1, 64)
-        for context in (0, 10_000)
-    ]
-    return EngineCost(
-        decode=DecodeTable(points),
-        prefill_s_per_token=PREFILL_S,
-        kv_block_tokens=kv_block_tokens,
-        response_s=response_s,
-        response_stall_s=response_stall_s,
-        max_num_seqs=max_num_seqs,
-        max_kv_tokens=max_kv_tokens,
-        cores=0.0,
-        shares_prefixes=False,
-    )
-
-
-def _group(group_id: int, lengths: list[int], num_prompt: int) -> SimulatedGroup:
-    task = Task(task_id=str(group_id), prompt="", answer="", source_index=0, source="s")
-    rollouts = [
-        DrawnRollout(num_prompt_tokens=num_prompt, turns=(length,), latencies_s=(), score_s=0.0)
-        for length in lengths
-    ]
-    return SimulatedGroup(Start(group_id=group_id, draw_id=group_id, task=task), rollouts)
+    return engine_cost(decode_table(STEPS_S), prefill_s=PREFILL_S, **limits)
 
 
 def _by_tokens(
@@ -124,20 +85,13 @@ def test_responses_end_when_they_do_token_by_token(
     def ended(sequence: Sequence) -> None:
         ends[sequence.group.group_id, sequence.index] = clock.now_s
 
-    cost = _cost(
-        max_num_seqs=max_num_seqs,
-        kv_block_tokens=kv_block_tokens,
-        response_s=response_s,
-        response_stall_s=response_stall_s,
-    )
+    limits = {"max_num_seqs": max_num_seqs, "kv_block_tokens": kv_block_tokens}
+    cost = _cost(**limits, response_s=response_s, response_stall_s=response_stall_s)
     engine = Engine(0, cost, clock, ended, version=0)
-    groups = [_group(number, one, num_prompt) for number, one in enumerate(lengths)]
+    groups = [made_group(number, one, num_prompt=num_prompt) for number, one in enumerate(lengths)]
     engine.add(sequence for group in groups for sequence in group.sequences)
-    while clock.step():
-        pass
-    expected, last_s = _by_tokens(
-        lengths, num_prompt, max_num_seqs, kv_block_tokens, response_s, response_stall_s
-    )
+    play(clock)
+    expected, last_s = _by_tokens(lengths, num_prompt, max_num_seqs, kv_block_tokens, *response)
     assert ends == {key: pytest.approx(end_s) for key, end_s in expected.items()}
     assert engine.total_busy_s == pytest.approx(last_s)
 
@@ -145,18 +99,12 @@ def test_responses_end_when_they_do_token_by_token(
 def test_what_was_given_up_is_not_handed_over() -> None:
     """Three responses of one token; handing over each takes a second. The second one is given up at 1.5 s."""
     clock, ended = Clock(1), list[tuple[int, float]]()
-    engine = Engine(
-        0,
-        _cost(max_num_seqs=8, response_s=1.0),
-        clock,
-        lambda sequence: ended.append((sequence.index, clock.now_s)),
-        version=0,
-    )
-    sequences = _group(0, [1, 1, 1], num_prompt=1).sequences
+    cost = _cost(response_s=1.0)
+    engine = Engine(0, cost, clock, lambda one: ended.append((one.index, clock.now_s)), version=0)
+    sequences = made_group(0, [1, 1, 1]).sequences
     engine.add(sequences)
     clock.wall.after(1.5, lambda: engine.remove(sequences[1:2]))
-    while clock.step():
-        pass
+    play(clock)
     begin_s = 3 * PREFILL_S
     assert ended == [(0, pytest.approx(begin_s + 1.0)), (2, pytest.approx(begin_s + 3.0))]
 
@@ -165,24 +113,22 @@ def test_tokens_belong_to_the_version_that_was_there() -> None:
     """Step i takes 0.011015 + 0.00001 i s: 44 whole ones in 0.5 s, 53 in 0.6 s, after the first token."""
     clock = Clock(1)
     ended: list[Sequence] = []
-    engine = Engine(0, _cost(max_num_seqs=4), clock, ended.append, version=0)
-    (sequence,) = _group(0, [100], num_prompt=1).sequences
+    engine = Engine(0, _cost(), clock, ended.append, version=0)
+    (sequence,) = made_group(0, [100]).sequences
     engine.add([sequence])
     clock.wall.after(0.5, lambda: engine.swap(1, 0.0, recompute=False))
     clock.wall.after(0.6, lambda: engine.swap(2, 0.0, recompute=False))
-    while clock.step():
-        pass
+    play(clock)
     assert sequence.spans == [(0, 45), (1, 9), (2, 46)]
 
 
 def test_a_swap_costs_its_pause_and_what_is_computed_again() -> None:
     def end_s(recompute: bool) -> float:
         clock = Clock(1)
-        engine = Engine(0, _cost(max_num_seqs=4), clock, lambda one: None, version=0)
-        engine.add(_group(0, [100], num_prompt=1).sequences)
+        engine = Engine(0, _cost(), clock, lambda one: None, version=0)
+        engine.add(made_group(0, [100]).sequences)
         clock.wall.after(0.5, lambda: engine.swap(1, 0.25, recompute=recompute))
-        while clock.step():
-            pass
+        play(clock)
         return clock.now_s
 
     without = _by_tokens([[100]], 1, 4, 1)[1]
@@ -194,12 +140,11 @@ def test_a_swap_costs_its_pause_and_what_is_computed_again() -> None:
 def test_a_full_cache_makes_the_last_sequence_wait_and_loses_no_token() -> None:
     clock = Clock(1)
     ended: list[Sequence] = []
-    engine = Engine(0, _cost(max_num_seqs=8, max_kv_tokens=150), clock, ended.append, version=0)
+    engine = Engine(0, _cost(max_kv_tokens=150), clock, ended.append, version=0)
     for number in range(3):
-        engine.add(_group(number, [80], num_prompt=10).sequences)
+        engine.add(made_group(number, [80], num_prompt=10).sequences)
     assert engine.num_running == 3
-    while clock.step():
-        pass
+    play(clock)
     assert len(ended) == 3 and [one.num_sampled for one in ended] == [80, 80, 80]
     # Once when three have 50 each, once when two have 75 each, and the third when it comes back too soon.
     assert 2 <= engine.num_preempted <= 3
@@ -208,10 +153,9 @@ def test_a_full_cache_makes_the_last_sequence_wait_and_loses_no_token() -> None:
 def test_a_draining_engine_starts_nothing_until_its_swap() -> None:
     clock = Clock(1)
     ended: list[Sequence] = []
-    engine = Engine(0, _cost(max_num_seqs=8), clock, ended.append, version=0)
-    engine.add(_group(0, [20], num_prompt=1).sequences)
+    engine = Engine(0, _cost(), clock, ended.append, version=0)
+    engine.add(made_group(0, [20]).sequences)
     engine.drain(lambda: engine.swap(1, 0.0, recompute=False) and None)
-    engine.add(_group(1, [20], num_prompt=1).sequences)
-    while clock.step():
-        pass
+    engine.add(made_group(1, [20]).sequences)
+    play(clock)
     assert [one.spans for one in ended] == [[(0, 20)], [(1, 20)]]

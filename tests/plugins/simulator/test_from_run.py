@@ -7,27 +7,24 @@ from pathlib import Path
 import pytest
 
 from apps.profile import main
-from forgeasync.buffer import Dropped, DropReason, Sampled, Scored, Start, Started, Submitted, Trained, Update
+from forgeasync.buffer import Dropped, DropReason, Started, Submitted
 from forgeasync.config import RunConfig, dump_config, load_config
 from forgeasync.observability import Line, Opened, Span, State, encode
 from forgeasync.plugins.simulator import (
     Clock,
-    DecodePoint,
     DecodeTable,
-    DrawnRollout,
     Engine,
-    EngineCost,
-    Estimate,
     Origin,
     ProfiledRun,
-    SimulatedGroup,
     profile_run,
     read_profile,
 )
-from forgeasync.rollouts import Task, padded_length, plan_rows
+from forgeasync.rollouts import padded_length, plan_rows
 from forgeasync.schema import ConfigError
 from forgeasync.testing import tiny_config, write_tiny_model
+from tests.plugins.simulator.made_engines import decode_table, engine_cost, made_group, play
 from tests.support.ledgers import ledger_text, opened
+from tests.support.viewer_runs import finished_group, trained
 
 NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 60, 6, 4
 STEP_S, SEQUENCE_S, PROMPT_S = 0.004, 0.0004, 1e-4
@@ -35,40 +32,17 @@ ROW_S, TOKEN_S = 0.05, 2e-4
 SCORE_S, WAIT_S, PUBLISH_S, FETCH_S, READY_S, SWAP_S, BETWEEN_S = 0.1, 0.01, 0.02, 0.03, 0.01, 0.005, 0.004
 BEGIN_S = 1.8e9
 
-COST = EngineCost(
-    decode=DecodeTable(
-        [
-            DecodePoint(
-                num_running=num, num_context_tokens=0, step_s=Estimate.stated(STEP_S + num * SEQUENCE_S)
-            )
-            for num in (1, 64)
-        ]
-    ),
-    prefill_s_per_token=PROMPT_S,
-    kv_block_tokens=1,
-    response_s=0.0,
-    response_stall_s=0.0,
-    max_num_seqs=32,
-    max_kv_tokens=10**6,
-    cores=0.0,
-    shares_prefixes=False,
-)
+STEPS_S = {(num, 0): STEP_S + num * SEQUENCE_S for num in (1, 64)}
+COST = engine_cost(decode_table(STEPS_S), prefill_s=PROMPT_S, max_num_seqs=32, max_kv_tokens=10**6)
 
 
 def sampled_s(groups: dict[int, tuple[int, list[int]]]) -> dict[int, float]:
     """How long one engine takes for groups that come at once: tokens of the prompt and of each response."""
     clock, ends = Clock(1), dict[int, float]()
     engine = Engine(0, COST, clock, lambda one: ends.__setitem__(one.group.group_id, clock.now_s), version=0)
-    for number, (num_prompt_tokens, lengths) in groups.items():
-        task = Task(task_id=str(number), prompt="", answer="", source_index=0, source="s")
-        rollouts = [
-            DrawnRollout(num_prompt_tokens=num_prompt_tokens, turns=(one,), latencies_s=(), score_s=0.0)
-            for one in lengths
-        ]
-        start = Start(group_id=number, draw_id=number, task=task)
-        engine.add(SimulatedGroup(start, rollouts).sequences)
-    while clock.step():
-        pass
+    for number, (num_prompt, lengths) in groups.items():
+        engine.add(made_group(number, lengths, num_prompt=num_prompt).sequences)
+    play(clock)
     return ends
 
 
@@ -112,50 +86,36 @@ def write_run(folder: Path, config: RunConfig, *, has_lengths: bool = True, num_
                 span(f"generator-{rank}", sampling_s, took_s, "sample group", **facts)
                 ends_s.append(took_s)
         for number in batch:
-            events += [
-                Submitted(prompt=number, source="chain_sum", task_id=str(number)),
-                Started(prompt=number, attempt=0, group=number),
-                Sampled(prompt=number, group=number),
-                Scored(prompt=number, group=number),
-            ]
-        events.append(Trained(step=step, prompts=tuple(batch), groups=tuple(batch), update=Update.MADE))
+            events.append(Submitted(prompt=number, source="chain_sum", task_id=str(number)))
+            events.append(Started(prompt=number, attempt=0, group=number))
+            events += finished_group(number)
+        events.append(trained(step, range(first, first + NUM_GROUPS)))
         sampled_at_s = sampling_s + max(ends_s)
         for index in range(NUM_GROUPS * GROUP_SIZE):
             span("scorer-0", sampled_at_s, SCORE_S, "score", task=str(index), first=index)
         lengths = [prompt + length for prompt, found in batch.values() for length in found]
         plan = plan_rows(lengths, tokens_per_row=config.trainer.tokens_per_row, num_ranks=2)
-        num_tokens = sum(
-            max(padded_length(sum(lengths[one] for one in row)) for row in rows) for rows in plan
-        )
+        padded = ([padded_length(sum(lengths[one] for one in row)) for row in rows] for rows in plan)
+        num_tokens = sum(map(max, padded))
         train_s = ROW_S * len(plan) + TOKEN_S * num_tokens
         wait_s = sampled_at_s + SCORE_S - now_s
         span("controller", now_s, wait_s, "wait for a batch", step=step)
         published_s = now_s + wait_s + train_s + WAIT_S
         for rank in (0, 1):
-            fetch_s = published_s + PUBLISH_S
-            span(f"generator-{rank}", fetch_s, FETCH_S, "fetch", version=step)
-            span(f"generator-{rank}", fetch_s + FETCH_S, READY_S, "make ready", version=step)
-            span(f"generator-{rank}", fetch_s + FETCH_S + READY_S, SWAP_S, "swap", version=step)
+            begin_s = published_s + PUBLISH_S
+            for what, took_s in (("fetch", FETCH_S), ("make ready", READY_S), ("swap", SWAP_S)):
+                span(f"generator-{rank}", begin_s, took_s, what, version=step)
+                begin_s += took_s
         busy_s += 2 * max(ends_s)
         num_trained = sum(map(sum, (found for _, found in batch.values())))
         step_s = wait_s + train_s + WAIT_S
         now_s = published_s + BETWEEN_S
         sampling_s = published_s + PUBLISH_S + FETCH_S + READY_S + SWAP_S
-        metrics.append(
-            {
-                "step": step,
-                "time/elapsed_s": now_s - BEGIN_S - 20.0,
-                "time/step_s": step_s,
-                "time/eval_s": 0.0,
-                "time/wait_for_batch_s": wait_s,
-                "time/train_s": train_s,
-                "time/publish_weights_s": WAIT_S,
-                "throughput/train_tokens_per_s": num_trained / step_s,
-                "generator/busy_s": busy_s,
-                "generator/num_healthy": 2,
-                "weights/max_publish_s": WAIT_S + PUBLISH_S,
-            }
-        )
+        times = {"elapsed_s": now_s - BEGIN_S - 20.0, "step_s": step_s, "eval_s": 0.0}
+        times |= {"wait_for_batch_s": wait_s, "train_s": train_s, "publish_weights_s": WAIT_S}
+        line = {f"time/{name}": seconds for name, seconds in times.items()} | {"step": step}
+        line |= {"throughput/train_tokens_per_s": num_trained / step_s, "generator/num_healthy": 2}
+        metrics.append(line | {"generator/busy_s": busy_s, "weights/max_publish_s": WAIT_S + PUBLISH_S})
     num = NUM_STEPS * NUM_GROUPS
     for prompt in range(num, num + num_filtered):
         events += [
@@ -235,20 +195,14 @@ def test_the_app_writes_the_profile_and_refuses_what_is_no_run(
 
 def test_a_run_that_lacks_what_a_profile_needs_is_refused(config: RunConfig, tmp_path: Path) -> None:
     without = write_run(tmp_path / "without", config, has_lengths=False)
-    with pytest.raises(
-        ConfigError, match=r"without/logs: must have traces with the tokens of sampled groups"
+    trace, metrics = without / "logs" / "controller-1.trace.jsonl", without / "metrics.jsonl"
+    first_line = metrics.read_text().splitlines(keepends=True)[0]
+    for change, problem in (
+        (lambda: None, r"without/logs: must have traces with the tokens of sampled groups"),
+        (trace.unlink, r"without/logs: must have the controller's trace"),
+        (lambda: metrics.write_text(first_line), r"metrics\.jsonl: must have the lines of more steps"),
+        (metrics.unlink, r"metrics\.jsonl: cannot be read: No such file"),
     ):
-        profile_run(without)
-    for trace in (without / "logs").glob("controller*"):
-        trace.unlink()
-    with pytest.raises(ConfigError, match=r"without/logs: must have the controller's trace"):
-        profile_run(without)
-    metrics = without / "metrics.jsonl"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:1]))
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl: must have the lines of more steps"):
-        profile_run(without)
-    metrics.unlink()
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl: cannot be read: No such file"):
-        profile_run(without)
-    with pytest.raises(ConfigError, match=r"none/config\.yaml"):
-        profile_run(tmp_path / "none")
+        change()
+        with pytest.raises(ConfigError, match=problem):
+            profile_run(without)

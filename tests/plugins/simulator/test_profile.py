@@ -1,7 +1,7 @@
 """The profile of a machine: what is refused of its file, and what lies between its points."""
 
+import itertools
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgeasync.plugins.simulator import (
-    DecodePoint,
-    DecodeTable,
     Distribution,
     Estimate,
     TrainPoint,
@@ -21,6 +19,7 @@ from forgeasync.plugins.simulator import (
     write_profile,
 )
 from forgeasync.schema import ConfigError
+from tests.plugins.simulator.made_engines import decode_table
 from tests.support.profiles import simple_profile
 
 
@@ -36,11 +35,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
         (("format_version",), 2, ["format_version = 2", "must be 10"]),
         (("format_version",), 9, ["format_version = 9", "must be 10: measure again"]),
         (("format_version",), True, ["format_version = True", "must be 10"]),
-        (
-            ("decode", 0, "step_s", "mean"),
-            -1.0,
-            ["decode[0].step_s.mean = -1.0", "greater than or equal to 0"],
-        ),
+        (("decode", 0, "step_s", "mean"), -1.0, ["decode[0].step_s.mean = -1.0", "equal to 0"]),
         (("decode", 0, "step_s", "mean"), 99.0, ["decode[0].step_s", "mean = 99", "ascend"]),
         (("decode", 1, "num_running"), 1, ["decode: 2 points", "every pair"]),
         (("train", 0, "num_tokens"), 0, ["train[0].num_tokens = 0", "greater than 0"]),
@@ -73,23 +68,17 @@ def test_an_impossible_number_is_refused_by_its_field(
         assert word in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "3", '{"a": 1}', "[" * 10_000])
-def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "3", '{"a": 1}', "[" * 10_000, None])
+def test_what_is_no_profile_is_refused(tmp_path: Path, text: str | None) -> None:
     file = tmp_path / "p.json"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=r"p\.json"):
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=r"p\.json.*No such file" if text is None else r"p\.json"):
         read_profile(file)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.json.*No such file"):
-        read_profile(tmp_path / "none.json")
-
-
 @pytest.mark.parametrize("of", [Estimate.of, Estimate.median_of])
-def test_the_interval_covers_the_true_mean_as_often_as_it_says(
-    of: Callable[[list[float]], Estimate],
-) -> None:
+def test_the_interval_covers_the_true_mean_as_often_as_it_says(of: Callable[[list[float]], Estimate]) -> None:
     rng = np.random.default_rng(0)
     covered = 0
     for _ in range(1_000):
@@ -110,29 +99,14 @@ def test_a_median_leaves_out_what_was_slow_once() -> None:
 def test_a_distribution_has_the_quantiles_of_its_samples(samples: list[float]) -> None:
     distribution = Distribution.of(samples)
     for probability in (0.0, 0.25, 0.5, 1.0):
-        assert math.isclose(
-            distribution.at(probability), np.quantile(samples, probability), rel_tol=1e-9, abs_tol=1e-9
-        )
-
-
-def _decode(values: dict[tuple[int, int], float]) -> DecodeTable:
-    return DecodeTable(
-        [
-            DecodePoint(num_running=running, num_context_tokens=context, step_s=Estimate.stated(step_s))
-            for (running, context), step_s in values.items()
-        ]
-    )
+        expected = pytest.approx(np.quantile(samples, probability), rel=1e-9, abs=1e-9)
+        assert distribution.at(probability) == expected
 
 
 def test_decode_steps_are_linear_between_points_in_both_directions() -> None:
     """A plane is what bilinear interpolation has exactly."""
-    table = _decode(
-        {
-            (running, context): 1.0 + running + context / 100
-            for running in (1, 4, 16)
-            for context in (0, 100, 500)
-        }
-    )
+    points = itertools.product((1, 4, 16), (0, 100, 500))
+    table = decode_table({(running, context): 1.0 + running + context / 100 for running, context in points})
     for running in (1, 2, 4, 10, 16):
         for context in (0, 50, 100, 300, 500):
             assert table.step_s(running, context) == pytest.approx(1.0 + running + context / 100)
@@ -140,33 +114,33 @@ def test_decode_steps_are_linear_between_points_in_both_directions() -> None:
 
 
 def test_beyond_the_points_a_step_goes_on_as_a_line_and_is_counted() -> None:
-    table = _decode({(1, 0): 1.0, (4, 0): 4.0})
+    table = decode_table({(1, 0): 1.0, (4, 0): 4.0})
     assert table.step_s(8, 0) == pytest.approx(8.0)
     assert table.num_beyond == 1
-    falling = _decode({(1, 0): 4.0, (4, 0): 1.0})
+    falling = decode_table({(1, 0): 4.0, (4, 0): 1.0})
     assert falling.step_s(100, 0) == 1.0
 
 
-def test_a_train_step_is_fitted_by_what_it_costs() -> None:
+def _train(values: dict[tuple[int, int], float]) -> TrainTable:
+    """By rows and tokens."""
     points = [
-        TrainPoint(
-            num_rows=rows, num_tokens=tokens, step_s=Estimate.stated(0.5 + 0.045 * rows + 1e-4 * tokens)
-        )
-        for rows, tokens in ((1, 500), (2, 900), (4, 4_000), (3, 1_000))
+        TrainPoint(num_rows=rows, num_tokens=tokens, step_s=Estimate.stated(step_s))
+        for (rows, tokens), step_s in values.items()
     ]
-    table = TrainTable(points)
+    return TrainTable(points)
+
+
+def test_a_train_step_is_fitted_by_what_it_costs() -> None:
+    sizes = ((1, 500), (2, 900), (4, 4_000), (3, 1_000))
+    table = _train({(rows, tokens): 0.5 + 0.045 * rows + 1e-4 * tokens for rows, tokens in sizes})
     assert (table.fixed_s, table.row_s, table.token_s) == pytest.approx((0.5, 0.045, 1e-4))
     assert table.largest_error < 1e-9
 
 
 def test_what_was_measured_often_counts_for_more() -> None:
     """The mean of nine samples counts nine times as much as that of one sample."""
-    points = [
-        TrainPoint(
-            num_rows=1, num_tokens=1_000, step_s=Estimate(mean=mean, low=mean, high=mean, num_samples=num)
-        )
-        for mean, num in ((1.0, 9), (1.1, 1))
-    ]
+    often, once = Estimate.of([1.0] * 9), Estimate.of([1.1])
+    points = [TrainPoint(num_rows=1, num_tokens=1_000, step_s=one) for one in (often, once)]
     # The least squares of 1 - x / 1.0, nine times, and of 1 - x / 1.1.
     expected_s = (9.0 + 1.0 / 1.1) / (9.0 + 1.0 / 1.1**2)
     assert TrainTable(points).step_s(1, 1_000) == pytest.approx(expected_s)
@@ -176,19 +150,11 @@ def test_no_part_of_a_train_step_is_negative() -> None:
     """With noise the unconstrained fit has negative terms, and predicts negative times for long steps."""
     rng = np.random.default_rng(1)
     for _ in range(50):
-        points = [
-            TrainPoint(
-                num_rows=int(rng.integers(1, 5)),
-                num_tokens=int(rng.integers(100, 5_000)),
-                step_s=Estimate.stated(float(rng.uniform(0.5, 1.5))),
-            )
-            for _ in range(4)
-        ]
-        table = TrainTable(points)
+        sizes = [(int(rng.integers(1, 5)), int(rng.integers(100, 5_000))) for _ in range(4)]
+        table = _train({size: float(rng.uniform(0.5, 1.5)) for size in sizes})
         assert min(table.fixed_s, table.row_s, table.token_s) >= 0.0
         assert table.step_s(1, 100) > 0.0
 
 
 def test_one_point_of_a_train_step_is_scaled_by_its_tokens() -> None:
-    table = TrainTable([TrainPoint(num_rows=2, num_tokens=1_000, step_s=Estimate.stated(3.0))])
-    assert table.step_s(4, 2_000) == pytest.approx(6.0)
+    assert _train({(2, 1_000): 3.0}).step_s(4, 2_000) == pytest.approx(6.0)

@@ -29,7 +29,7 @@ def no_loops(*_: object) -> NoReturn:
         ),
     ],
 )
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(
     tmp_path: Path, out: str, remedy: str
 ) -> None:
     config = tiny_config(tmp_path / "model")
@@ -55,9 +55,7 @@ def test_a_config_is_profiled_and_simulated(tmp_path: Path) -> None:
     assert {one.num_running for one in profile.decode} == {1, 2, 4, 8, 16, 32}
     assert {one.num_context_tokens for one in profile.decode} == {16 + 8, 160 - 17 + 8}
     assert all(one.step_s.num_samples == 4 for one in profile.decode), "a round at each of four moments"
-    assert all(one.step_s.num_samples in (3, 9) for one in profile.train), (
-        "three, and the run's own more often"
-    )
+    assert all(one.step_s.num_samples in (3, 9) for one in profile.train), "the run's own more often"
     assert len({one.num_tokens for one in profile.train}) >= 3
     (lengths,) = profile.lengths.values()
     assert 1 <= lengths.response.quantiles[0] and lengths.response.quantiles[-1] <= 24

@@ -3,7 +3,8 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,17 +16,15 @@ from forgeasync.plugins.simulator import (
     Clock,
     Cores,
     Distribution,
-    DrawnRollout,
     EnvironmentTimes,
     Prediction,
     Profile,
     RunSimulation,
     Scorers,
-    SimulatedGroup,
     SimulatedRun,
     simulate,
 )
-from forgeasync.rollouts import Task
+from tests.plugins.simulator.made_engines import made_group, play
 from tests.support.profiles import NO_SETUP, simple_profile, small_run
 
 runs = st.builds(
@@ -65,19 +64,9 @@ profiles = st.builds(
 )
 
 
-@dataclass(slots=True)
-class Played:
-    """A run, with what its buffer saw of groups in flight."""
-
-    simulation: RunSimulation
-    prediction: Prediction
-    area_s: float = 0.0
-    """Their number, integrated over time."""
-    sojourns_s: list[float] = field(default_factory=list)
-    """How long each was there that was scored or given up."""
-
-
-def _played(run: SimulatedRun, profile: Profile) -> Played:
+def _played(run: SimulatedRun, profile: Profile) -> tuple[RunSimulation, Prediction, float, list[float]]:
+    """A run, with the number of groups in flight, integrated over time, and how long each was there that was
+    scored or given up, by the buffer."""
     simulation = RunSimulation(run, profile)
     clock, buffer = simulation.clock, simulation.buffer
     step, start, scored, failed = clock.step, buffer.start, buffer.scored, buffer.failed
@@ -105,45 +94,8 @@ def _played(run: SimulatedRun, profile: Profile) -> Played:
 
     clock.step = counted_step
     buffer.start, buffer.scored, buffer.failed = counted_start, ended(scored), ended(failed)
-    return Played(simulation, simulation.simulate(), area_s, sojourns_s)
-
-
-def test_groups_start_as_soon_as_a_batch_makes_room_for_them() -> None:
-    """Training takes 1 s, and generating the next batch beside it 0.4 s; new weights come later."""
-    buffer = BufferSection(max_groups=4, adapt_load=False)
-    profile = simple_profile(token_s=0.0, fixed_s=1.0, decode_s=0.01, lengths=(40.0, 40.0), publish_s=0.9)
-    found = simulate(small_run(max_off_policy_steps=4, buffer=buffer), profile)
-    assert found.step_s == pytest.approx(1.0, rel=0.01)
-
-
-@pytest.mark.parametrize(("num_ranks", "seconds"), [(1, 1.0), (2, 1.0), (4, 2.0), (6, 3.0)])
-def test_a_trainer_with_more_ranks_than_were_measured_takes_more_cores(
-    num_ranks: int, seconds: float
-) -> None:
-    setup = NO_SETUP.model_copy(update={"num_trainer_procs": 2, "num_data_ranks": 2})
-    cores = Cores(trainer=2.0, generator=0.0, scorer=0.0)
-    profile = simple_profile(token_s=0.0, fixed_s=1.0, decode_s=1e-6, num_cores=2, cores=cores, setup=setup)
-    assert simulate(small_run(num_data_ranks=num_ranks), profile).step_s == pytest.approx(seconds, rel=0.01)
-
-
-def test_a_trainer_of_one_process_waits_for_nobody() -> None:
-    """Two ranks keep 1.6 cores busy: each waits for the other for a fifth of the time."""
-
-    def step_s(num_ranks: int, *, num_cores: int = 2, of_rank: int = 1, trainer_cores: float = 1.6) -> float:
-        setup = NO_SETUP.model_copy(update={"num_trainer_procs": 2 * of_rank, "num_data_ranks": 2})
-        cores = Cores(trainer=trainer_cores, generator=0.0, scorer=0.0)
-        profile = simple_profile(
-            token_s=0.0, fixed_s=1.0, decode_s=1e-6, num_cores=num_cores, cores=cores, setup=setup
-        )
-        return simulate(small_run(num_data_ranks=num_ranks), profile).step_s
-
-    assert step_s(1) == pytest.approx(0.8, rel=0.01)
-    assert step_s(2) == pytest.approx(1.0, rel=0.01)
-    # 3.2 cores are wanted, and there are two.
-    assert step_s(4) == pytest.approx(1.6, rel=0.01)
-    # One data rank of two processes: these still wait for each other.
-    assert step_s(1, of_rank=2) == pytest.approx(1.0, rel=0.01)
-    assert step_s(1, trainer_cores=0.0) == pytest.approx(1.0, rel=0.01), "nothing is known of GPUs"
+    prediction = simulation.simulate()
+    return simulation, prediction, area_s, sojourns_s
 
 
 @pytest.mark.parametrize("max_groups", [None, 8])
@@ -162,12 +114,12 @@ def test_the_end_of_a_run_does_not_make_it_faster(max_groups: int | None) -> Non
 def test_littles_law_and_conservation(run: SimulatedRun, profile: Profile) -> None:
     """L = lambda W (Little 1961): groups in flight, by the buffer, are those that come a second times the
     seconds that each is there, by the simulation."""
-    played = _played(run, profile)
-    prediction, buffer = played.prediction, played.simulation.buffer
-    num_dropped, num_ended = sum(buffer.num_dropped.values()), len(played.sojourns_s)
-    assert num_ended == buffer.num_trained + num_dropped + buffer.num_complete
+    simulation, prediction, area_s, sojourns_s = _played(run, profile)
+    buffer = simulation.buffer
+    num_dropped = sum(buffer.num_dropped.values())
+    assert len(sojourns_s) == buffer.num_trained + num_dropped + buffer.num_complete
     if not buffer.num_in_flight:
-        assert played.area_s == pytest.approx(sum(played.sojourns_s), rel=1e-6, abs=1e-6)
+        assert area_s == pytest.approx(sum(sojourns_s), rel=1e-6, abs=1e-6)
     assert buffer.num_trained == run.num_steps * run.groups_per_step
     assert len(prediction.steps) == run.num_steps
     for before, after in zip(prediction.steps, prediction.steps[1:], strict=False):
@@ -179,9 +131,7 @@ def test_littles_law_and_conservation(run: SimulatedRun, profile: Profile) -> No
 
 @settings(max_examples=20, deadline=None)
 @given(runs, profiles)
-def test_no_token_is_older_than_the_bound_and_all_tokens_are_counted(
-    run: SimulatedRun, profile: Profile
-) -> None:
+def test_tokens_are_within_the_bound_and_all_are_counted(run: SimulatedRun, profile: Profile) -> None:
     run = replace(run, buffer=run.buffer.model_copy(update={"age_of": AgeOf.OLDEST_TOKEN}))
     prediction = simulate(run, profile)
     assert all(age <= run.max_off_policy_steps for step in prediction.steps for age, _ in step.ages)
@@ -208,9 +158,8 @@ FIXED = (50.0, 50.0)
 def test_a_synchronous_run_takes_the_sum_of_its_parts() -> None:
     """A first token with the prompt, 49 at 0.01 s, scoring, 16 rollouts of 60 tokens in one row, publish,
     fetch, swap, records."""
-    profile = simple_profile(
-        lengths=FIXED, score_s=0.1, token_s=1e-3, publish_s=0.2, fetch_s=0.3, swap_s=0.04, between_s=0.05
-    )
+    times = {"score_s": 0.1, "publish_s": 0.2, "fetch_s": 0.3, "swap_s": 0.04, "between_s": 0.05}
+    profile = simple_profile(lengths=FIXED, token_s=1e-3, **times)
     run = small_run(max_off_policy_steps=0, scorer=ScorerSection(num_workers=16, max_in_flight=64))
     prediction = simulate(run, profile)
     # Rows are padded to 64 tokens; records are written while the version travels.
@@ -222,10 +171,8 @@ def test_a_synchronous_run_takes_the_sum_of_its_parts() -> None:
 
 
 def test_a_slow_trainer_never_waits_and_ages_reach_the_bound() -> None:
-    prediction = simulate(
-        small_run(num_steps=30, buffer=BufferSection(adapt_load=False)),
-        simple_profile(lengths=FIXED, token_s=1e-2, between_s=0.4),
-    )
+    run = small_run(num_steps=30, buffer=BufferSection(adapt_load=False))
+    prediction = simulate(run, simple_profile(lengths=FIXED, token_s=1e-2, between_s=0.4))
     assert prediction.step_s == pytest.approx(9.6 + 0.4)
     assert prediction.trainer_idle_share == 0.0
     assert prediction.mean_age == pytest.approx(2.0)
@@ -244,104 +191,84 @@ def test_slow_generators_bound_a_run_by_what_they_can_decode() -> None:
     assert one.trained_tokens_per_s == pytest.approx(800.0 / 0.98, rel=0.02)
 
 
-def test_scorers_bound_a_run_by_their_workers() -> None:
-    """16 responses a step, 1 s each, 2 workers."""
-    profile = simple_profile(lengths=FIXED, token_s=1e-6, score_s=1.0)
-    prediction = simulate(small_run(num_steps=30, scorer=ScorerSection(num_workers=2)), profile)
-    assert prediction.step_s == pytest.approx(8.0, rel=0.02)
+def _cores(trainer: float, generator: float = 0.0) -> Cores:
+    return Cores(trainer=trainer, generator=generator, scorer=0.0)
 
 
-def test_responses_hold_up_their_engine() -> None:
-    """16 responses a step, 0.1 s each on the only engine, after the 49 steps of all of them."""
-    profile = simple_profile(lengths=FIXED, token_s=1e-6, response_s=0.1)
-    run = small_run(num_steps=30, max_off_policy_steps=0)
-    assert simulate(run, profile).step_s == pytest.approx(0.49 + 1.6, rel=0.02)
-    assert simulate(run, simple_profile(lengths=FIXED, token_s=1e-6)).step_s == pytest.approx(0.49, rel=0.02)
+FAST = {"token_s": 1e-6}
+SHORT = {"token_s": 0.0, "fixed_s": 1.0, "decode_s": 1e-6, "num_cores": 2}
+TWO_RANKS = NO_SETUP.model_copy(update={"num_trainer_procs": 2, "num_data_ranks": 2})
+RANK_OF_TWO = NO_SETUP.model_copy(update={"num_trainer_procs": 4, "num_data_ranks": 2})
+ALL_BUSY = SHORT | {"cores": _cores(2.0), "setup": TWO_RANKS}
+WAITING = SHORT | {"cores": _cores(1.6), "setup": TWO_RANKS}
+LONG = {"token_s": 0.0, "fixed_s": 8.0, "cores": _cores(2.0)}
+SHARED = {"token_s": 1e-3, "cores": _cores(1.0, 1.0)}
+WEIGHTS = SHARED | {"publish_s": 0.2, "fetch_s": 0.3, "swap_s": 0.04}
+SYNCHRONOUS_PAIR = {"max_off_policy_steps": 0, "num_replicas": 2}
+SMALL_BUFFER = BufferSection(max_groups=4, adapt_load=False)
 
 
-def test_the_controller_bounds_a_run_by_its_one_thread() -> None:
-    """16 responses a step, 1 s each, however many scorers there are."""
-    profile = simple_profile(lengths=FIXED, token_s=1e-6, controller_s=1.0)
-    prediction = simulate(small_run(num_steps=30), profile)
-    assert prediction.step_s == pytest.approx(16.0, rel=0.02)
-
-
-def test_a_controller_that_wants_a_core_slows_the_others() -> None:
-    """8 s of the controller, 8 s of a trainer that keeps two cores busy, and two cores."""
-    profile = simple_profile(
-        lengths=FIXED,
-        token_s=0.0,
-        fixed_s=8.0,
-        controller_s=0.5,
-        cores=Cores(trainer=2.0, generator=0.0, scorer=0.0),
-        num_cores=2,
-    )
-    prediction = simulate(small_run(num_steps=30), profile)
-    # 3 cores are wanted: at two thirds of the speed both take 12 s.
-    assert prediction.step_s == pytest.approx(12.0, rel=0.05)
-
-
-@pytest.mark.parametrize(("num_workers", "score_places", "step_s"), [(1, 1, 16.0), (4, 1, 4.0), (1, 8, 2.0)])
-def test_as_many_responses_are_scored_at_once_as_there_are_places(
-    num_workers: int, score_places: int, step_s: float
-) -> None:
-    """16 responses a step, 1 s each; workers that wait for a server have more than one place."""
-    profile = simple_profile(lengths=FIXED, token_s=1e-6, score_s=1.0, score_places=score_places)
-    run = small_run(num_steps=30, scorer=ScorerSection(num_workers=num_workers))
-    assert simulate(run, profile).step_s == pytest.approx(step_s, rel=0.03)
-
-
-def test_the_loops_take_cores_and_let_no_response_wait() -> None:
-    """8 s of the loops for 16 responses, beside a trainer that takes 8 s on two cores."""
-    values = {"lengths": FIXED, "token_s": 0.0, "fixed_s": 8.0, "loops_s": 0.5}
-    run = small_run(num_steps=30)
-    cores = Cores(trainer=2.0, generator=0.0, scorer=0.0)
-    of_two = simulate(run, simple_profile(**values, cores=cores, num_cores=2))
-    # 3 cores are wanted: at two thirds of the speed both take 12 s.
-    assert of_two.step_s == pytest.approx(12.0, rel=0.05)
-    of_three = simulate(run, simple_profile(**values, cores=cores, num_cores=3))
-    assert of_three.step_s == pytest.approx(8.0, rel=0.01)
-
-
-def test_procs_that_share_cores_take_longer() -> None:
-    shared = Cores(trainer=1.0, generator=1.0, scorer=0.0)
-    values = {"lengths": FIXED, "token_s": 1e-3}
-    alone = simulate(small_run(num_steps=30, max_num_seqs=16), simple_profile(**values))
-    one_core = simulate(
-        small_run(num_steps=30, max_num_seqs=16), simple_profile(**values, cores=shared, num_cores=1)
-    )
-    # 0.96 s of training and 0.5 s of decoding for every step, on one core and nothing beside each other.
-    assert alone.step_s == pytest.approx(0.96, rel=0.02)
-    assert one_core.step_s == pytest.approx(1.46, rel=0.05)
+def _workers(num: int) -> dict[str, Any]:
+    return {"scorer": ScorerSection(num_workers=num)}
 
 
 @pytest.mark.parametrize(
-    ("num_cores", "expected_s"),
-    # The steps of two generators, training, publishing, two fetches, swaps.
-    [(2, 0.49 + 0.96 + 0.2 + 0.3 + 0.04), (1, 2 * 0.49 + 0.96 + 0.2 + 2 * 0.3 + 0.04)],
+    ("run", "profile", "step_s"),
+    [
+        # Groups start as soon as a batch makes room for them: training takes 1 s, and generating the next
+        # batch beside it 0.4 s; new weights come later.
+        (
+            {"max_off_policy_steps": 4, "buffer": SMALL_BUFFER},
+            SHORT | {"decode_s": 0.01, "lengths": (40.0, 40.0), "publish_s": 0.9},
+            1.0,
+        ),
+        # A trainer with more ranks than were measured takes more cores.
+        ({"num_data_ranks": 1}, ALL_BUSY, 1.0),
+        ({"num_data_ranks": 2}, ALL_BUSY, 1.0),
+        ({"num_data_ranks": 4}, ALL_BUSY, 2.0),
+        ({"num_data_ranks": 6}, ALL_BUSY, 3.0),
+        # Two ranks keep 1.6 cores busy: each waits for the other for a fifth of the time, and one for nobody.
+        # Four want 3.2 cores, and there are two.
+        ({"num_data_ranks": 1}, WAITING, 0.8),
+        ({"num_data_ranks": 2}, WAITING, 1.0),
+        ({"num_data_ranks": 4}, WAITING, 1.6),
+        # The two processes of one data rank still wait for each other.
+        ({"num_data_ranks": 1}, WAITING | {"setup": RANK_OF_TWO}, 1.0),
+        # Nothing is known of GPUs.
+        ({"num_data_ranks": 1}, WAITING | {"cores": _cores(0.0)}, 1.0),
+        # 16 responses a step, 1 s each; workers that wait for a server have more than one place.
+        (_workers(1), FAST | {"score_s": 1.0}, 16.0),
+        (_workers(2), FAST | {"score_s": 1.0}, 8.0),
+        (_workers(4), FAST | {"score_s": 1.0}, 4.0),
+        (_workers(1), FAST | {"score_s": 1.0, "score_places": 8}, 2.0),
+        # 16 responses a step, 0.1 s each on the only engine, after the 49 steps of all of them.
+        ({"max_off_policy_steps": 0}, FAST | {"response_s": 0.1}, 0.49 + 1.6),
+        ({"max_off_policy_steps": 0}, FAST, 0.49),
+        # The controller's one thread: 16 responses, 1 s each, however many scorers there are.
+        ({}, FAST | {"controller_s": 1.0}, 16.0),
+        # 8 s of the controller or of the loops, and 8 s of a trainer that keeps two cores busy: of 3 cores
+        # that are wanted there are two, and at two thirds of the speed both take 12 s.
+        ({}, LONG | {"controller_s": 0.5, "num_cores": 2}, 12.0),
+        ({}, LONG | {"loops_s": 0.5, "num_cores": 2}, 12.0),
+        ({}, LONG | {"loops_s": 0.5, "num_cores": 3}, 8.0),
+        # 0.96 s of training and 0.5 s of decoding for every step, on one core and nothing beside each other.
+        ({"max_num_seqs": 16}, {"token_s": 1e-3}, 0.96),
+        ({"max_num_seqs": 16}, SHARED | {"num_cores": 1}, 1.46),
+        # The steps of two generators, training, publishing, two fetches, swaps.
+        (SYNCHRONOUS_PAIR, WEIGHTS | {"num_cores": 2}, 0.49 + 0.96 + 0.2 + 0.3 + 0.04),
+        (SYNCHRONOUS_PAIR, WEIGHTS | {"num_cores": 1}, 2 * 0.49 + 0.96 + 0.2 + 2 * 0.3 + 0.04),
+    ],
 )
-def test_weights_take_cores_on_their_way(num_cores: int, expected_s: float) -> None:
-    profile = simple_profile(
-        lengths=FIXED,
-        token_s=1e-3,
-        publish_s=0.2,
-        fetch_s=0.3,
-        swap_s=0.04,
-        cores=Cores(trainer=1.0, generator=1.0, scorer=0.0),
-        num_cores=num_cores,
-    )
-    prediction = simulate(small_run(max_off_policy_steps=0, num_replicas=2), profile)
-    assert prediction.step_s == pytest.approx(expected_s, rel=1e-3)
+def test_steps_take_what_is_computed_by_hand(
+    run: dict[str, Any], profile: dict[str, Any], step_s: float
+) -> None:
+    prediction = simulate(small_run(num_steps=30, **run), simple_profile(**({"lengths": FIXED} | profile)))
+    assert prediction.step_s == pytest.approx(step_s, rel=0.01)
 
 
 def test_turns_of_an_environment_take_their_latencies() -> None:
-    profile = simple_profile(lengths=FIXED, token_s=1e-6).model_copy(
-        update={
-            "environment": EnvironmentTimes(
-                num_turns=Distribution.point(5.0), latency_s=Distribution.point(0.3)
-            )
-        }
-    )
+    environment = EnvironmentTimes(num_turns=Distribution.point(5.0), latency_s=Distribution.point(0.3))
+    profile = simple_profile(lengths=FIXED, **FAST).model_copy(update={"environment": environment})
     run = small_run(max_off_policy_steps=0, has_environment=True, num_steps=4)
     # Each turn's first token comes with its prompt.
     assert simulate(run, profile).step_s == pytest.approx(0.45 + 5 * 0.3, rel=0.02)
@@ -387,14 +314,10 @@ def test_only_what_a_score_computes_takes_longer_where_cores_are_short(cores: fl
     clock, ends_s = Clock(1), []
     # Two others want the only core all the time.
     clock.begin(2.0)
-    scorers = Scorers(
-        ScorerSection(num_workers=1), cores, clock, lambda _: ends_s.append(clock.now_s), num_places=1
-    )
-    task = Task(task_id="0", prompt="", answer="", source_index=0, source="s")
-    rollout = DrawnRollout(num_prompt_tokens=1, turns=(1,), latencies_s=(), score_s=2.0)
-    group = SimulatedGroup(Start(group_id=0, draw_id=0, task=task), [rollout])
+    section = ScorerSection(num_workers=1)
+    scorers = Scorers(section, cores, clock, lambda _: ends_s.append(clock.now_s), num_places=1)
+    group = made_group(0, [1], score_s=2.0)
     scorers.response_ended(group, 0)
     scorers.group_ended(group)
-    while clock.step():
-        pass
+    play(clock)
     assert ends_s == pytest.approx([end_s])

@@ -1,5 +1,7 @@
 """The right cause with its number: what a change is said to bring is what the changed run takes."""
 
+from typing import Any
+
 import pytest
 
 from forgeasync.config import BufferSection, ScorerSection
@@ -8,53 +10,33 @@ from tests.support.profiles import simple_profile, small_run
 
 FIXED = (50.0, 50.0)
 
-SCENARIOS = {
-    "generators": (
-        small_run(num_steps=20, max_num_seqs=8),
-        simple_profile(lengths=FIXED, token_s=1e-6),
-        "one more replica",
-        0.5,
-    ),
-    "trainer": (
-        small_run(num_steps=20),
-        simple_profile(lengths=FIXED, token_s=1e-2),
-        "a trainer twice as fast",
-        0.5,
-    ),
-    "scorers": (
-        small_run(num_steps=20, scorer=ScorerSection(num_workers=2)),
-        simple_profile(lengths=FIXED, token_s=1e-6, score_s=1.0),
-        "one more scorer",
-        0.5,
-    ),
-    "buffer": (
-        small_run(num_steps=20, buffer=BufferSection(max_in_flight=2, adapt_load=False), max_num_seqs=64),
-        simple_profile(lengths=FIXED, token_s=1e-6),
-        "a buffer twice as large",
-        0.5,
-    ),
-    "weights": (
-        small_run(num_steps=20, max_off_policy_steps=0),
-        simple_profile(lengths=FIXED, token_s=1e-6, swap_s=4.0),
-        "weights twice as fast",
-        0.3,
-    ),
-}
+FAST = {"lengths": FIXED, "token_s": 1e-6}
+TWO_SCORERS = ScorerSection(num_workers=2)
+SMALL_BUFFER = BufferSection(max_in_flight=2, adapt_load=False)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_the_change_that_helps_is_found(name: str) -> None:
-    run, profile, change, least = SCENARIOS[name]
-    found = what_if(run, profile)
+@pytest.mark.parametrize(
+    ("run", "profile", "change", "least"),
+    [
+        ({"max_num_seqs": 8}, FAST, "one more replica", 0.5),
+        ({}, {"lengths": FIXED, "token_s": 1e-2}, "a trainer twice as fast", 0.5),
+        ({"scorer": TWO_SCORERS}, FAST | {"score_s": 1.0}, "one more scorer", 0.5),
+        ({"buffer": SMALL_BUFFER}, FAST, "a buffer twice as large", 0.5),
+        ({"max_off_policy_steps": 0}, FAST | {"swap_s": 4.0}, "weights twice as fast", 0.3),
+    ],
+)
+def test_the_change_that_helps_is_found(
+    run: dict[str, Any], profile: dict[str, Any], change: str, least: float
+) -> None:
+    found = what_if(small_run(num_steps=20, **run), simple_profile(**profile))
     assert found.best is not None
     assert found.best.change.name == change, [gain.words for gain in found.gains]
     assert found.best.share >= least - 0.05
     # Counterfactual: the run that has the change.
     changed = simulate(found.best.change.run, found.best.change.profile)
     assert found.best.after_s == changed.step_s
-    assert found.verdict == (
-        f"{found.best.change.bound}; {change}: {found.base.step_s:.3g} -> {changed.step_s:.3g} s a step"
-    )
+    steps = f"{found.base.step_s:.3g} -> {changed.step_s:.3g} s a step"
+    assert found.verdict == f"{found.best.change.bound}; {change}: {steps}"
 
 
 def test_a_synchronous_run_gains_most_from_a_bound() -> None:
@@ -67,10 +49,9 @@ def test_a_synchronous_run_gains_most_from_a_bound() -> None:
 
 def test_an_environment_that_is_slow_is_named() -> None:
     environment = EnvironmentTimes(num_turns=Distribution.point(4.0), latency_s=Distribution.point(1.0))
-    profile = simple_profile(lengths=FIXED, token_s=1e-6).model_copy(update={"environment": environment})
-    run = small_run(
-        num_steps=20, has_environment=True, max_off_policy_steps=32, buffer=BufferSection(max_groups=4)
-    )
+    profile = simple_profile(**FAST).model_copy(update={"environment": environment})
+    buffer = BufferSection(max_groups=4)
+    run = small_run(num_steps=20, has_environment=True, max_off_policy_steps=32, buffer=buffer)
     found = what_if(run, profile)
     names = [gain.change.name for gain in found.gains[:2]]
     assert set(names) == {"an environment twice as fast", "a buffer twice as large"}

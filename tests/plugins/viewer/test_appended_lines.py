@@ -1,8 +1,10 @@
 """Files that grow, are cut and are replaced while they are read."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,57 +45,44 @@ def append(path: Path, content: bytes) -> None:
         file.write(content[path.stat().st_size :])
 
 
-def test_a_file_that_is_not_there_has_no_lines_and_no_problem(tmp_path: Path) -> None:
-    reader = AppendedLines(tmp_path / "none.jsonl")
-    assert reader.read() is None
-    assert reader.problem is None
+def replace(path: Path, content: bytes) -> None:
+    other = path.with_name("other")
+    other.write_bytes(content)
+    os.replace(other, path)
 
 
-def test_a_replaced_file_is_read_anew(tmp_path: Path) -> None:
-    path = tmp_path / "file.jsonl"
-    path.write_bytes(b"one\ntwo\n")
-    reader = AppendedLines(path)
-    assert all_lines(reader) == [b"one", b"two"]
-    (tmp_path / "other").write_bytes(b"three\nfour\nfive\n")
-    os.replace(tmp_path / "other", path)
-    piece = reader.read()
-    assert piece is not None and piece.is_anew and piece.start == 0
-    assert piece.lines() == [b"three", b"four", b"five"]
-
-
-def test_a_replaced_file_is_known_though_its_end_is_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "file.jsonl"
-    path.write_bytes(b"one\n" + b"x" * 500 + b"\n")
-    reader = AppendedLines(path)
-    all_lines(reader)
-    (tmp_path / "other").write_bytes(b"two\n" + b"x" * 500 + b"\n")
-    os.replace(tmp_path / "other", path)
-    assert all_lines(reader) == [b"two", b"x" * 500]
-
-
-def test_a_file_that_was_cut_and_has_grown_past_its_old_end_is_read_anew(tmp_path: Path) -> None:
-    path = tmp_path / "file.jsonl"
-    path.write_bytes(b"one\ntwo\n")
-    reader = AppendedLines(path)
-    all_lines(reader)
+def cut_and_grow(path: Path, content: bytes) -> None:
+    """The same file, of which only the first line is as it was."""
     with path.open("r+b") as file:
         file.truncate(4)
         file.seek(4)
-        file.write(b"2\nthree\nfour\n")
-    piece = reader.read()
-    assert piece is not None and piece.is_anew
-    assert piece.lines() == [b"one", b"2", b"three", b"four"]
+        file.write(content[4:])
 
 
-def test_a_file_that_is_gone_takes_its_lines_along(tmp_path: Path) -> None:
+LONG = b"x" * 500
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "after"),
+    [
+        ([b"one", b"two"], replace, [b"three", b"four", b"five"]),
+        ([b"one", LONG], replace, [b"two", LONG]),
+        ([b"one", b"two"], cut_and_grow, [b"one", b"2", b"three", b"four"]),
+        ([b"one"], lambda path, content: path.unlink(), []),
+    ],
+    ids=["replaced", "replaced with the same end", "cut and grown past its old end", "gone"],
+)
+def test_a_file_that_is_another_one_now_is_read_anew(
+    tmp_path: Path, before: list[bytes], change: Callable[[Path, bytes], object], after: list[bytes]
+) -> None:
     path = tmp_path / "file.jsonl"
-    path.write_bytes(b"one\n")
+    path.write_bytes(b"".join(line + b"\n" for line in before))
     reader = AppendedLines(path)
-    all_lines(reader)
-    path.unlink()
+    assert all_lines(reader) == before
+    change(path, b"".join(line + b"\n" for line in after))
     piece = reader.read()
-    assert piece is not None and piece.is_anew and piece.lines() == []
-    assert reader.read() is None
+    assert piece is not None and piece.is_anew and piece.start == 0
+    assert piece.lines() == after and reader.read() is None
 
 
 def test_a_line_that_is_too_long_is_passed_over_and_counted(tmp_path: Path) -> None:
@@ -109,8 +98,10 @@ def test_a_line_that_is_too_long_is_passed_over_and_counted(tmp_path: Path) -> N
     assert all_lines(reader) == [b"three"]
 
 
-def test_a_folder_in_place_of_the_file_is_a_problem_in_words(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_the_file_is_a_problem_in_words_and_no_file_is_none(tmp_path: Path) -> None:
     (tmp_path / "file.jsonl").mkdir()
     reader = AppendedLines(tmp_path / "file.jsonl")
     assert reader.read() is None
     assert reader.problem == "file.jsonl cannot be read: Is a directory"
+    none = AppendedLines(tmp_path / "none.jsonl")
+    assert (none.read(), none.problem) == (None, None)

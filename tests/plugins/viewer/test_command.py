@@ -16,9 +16,7 @@ from forgeasync.plugins.viewer import DEMO_RUN
 from tests.support.viewer_runs import write_run
 
 
-def test_the_status_is_a_line_of_json_for_each_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_status_is_a_line_of_json_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [str(write_run(tmp_path / name, num_steps=2)) for name in ("a", "b")]
     assert main([*folders, "--status", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -27,9 +25,7 @@ def test_the_status_is_a_line_of_json_for_each_run(
     assert capsys.readouterr().out.startswith("a: unknown (has no run.lock)\n  step 2 of 2, last written ")
 
 
-def test_a_folder_of_no_run_is_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_no_run_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "refused: " in capsys.readouterr().err
 
@@ -37,17 +33,18 @@ def test_a_folder_of_no_run_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     "given",
     [
-        ["a", "--json"],
-        ["a", "b", "--perfetto", "x"],
-        ["a", "--perfetto", "x", "--status"],
-        ["a", "--port", "65536"],
-        ["a", "--port", "x"],
-        [],
+        "a --json",
+        "a b --perfetto x",
+        "a --perfetto x --status",
+        "a --port 65536",
+        "a --port x",
+        "a --no-traces",
+        "",
     ],
 )
-def test_what_does_not_go_together_is_refused(given: list[str]) -> None:
+def test_what_does_not_go_together_is_refused(given: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(given)
+        main(given.split())
     assert ended.value.code == 2
 
 
@@ -57,6 +54,10 @@ def test_a_trace_is_written_or_it_is_said_why_not(tmp_path: Path, capsys: pytest
     assert json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
     assert main([folder, "--perfetto", str(tmp_path / "none" / "trace.json")]) == 1
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
+    (tmp_path / "there").mkdir()
+    assert main([folder, "--perfetto", str(tmp_path / "there")]) == 1
+    assert "directory" in capsys.readouterr().err
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a", "there", "trace.json"]
 
 
 def test_on_a_full_disk_no_trace_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

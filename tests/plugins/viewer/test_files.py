@@ -2,10 +2,8 @@
 
 import json
 import os
-import shutil
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,12 +23,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_metrics_are_kept_by_key_without_null_and_flags(folder: Path) -> None:
-    lines = (
-        '{"step": 0, "eval/accuracy": 0.5}',
-        '{"step": 1, "loss": null, "x": true}',
-        '{"step": 2, "loss": 0.25, "eval/accuracy": 1}',
-    )
-    (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    lines = '{"step": 0, "eval/accuracy": 0.5}\n{"step": 1, "loss": null, "x": true}\n'
+    (folder / "metrics.jsonl").write_text(lines + '{"step": 2, "loss": 0.25, "eval/accuracy": 1}\n')
     metrics = read(folder).metrics
     assert metrics.step == 2
     assert metrics.column("loss").steps_N.tolist() == [2]
@@ -43,15 +37,8 @@ def test_metrics_are_kept_by_key_without_null_and_flags(folder: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        b"",
-        b"{",
-        b"[1]",
-        b'{"loss": 1}',
-        b'{"step": -1}',
-        b'{"step": "1"}',
-        b'{"step": 1e3}',
-        b"\xff",
-        b"[" * 5000,
+        *(b"", b"{", b"[1]", b"\xff", b"[" * 5000),
+        *(b'{"loss": 1}', b'{"step": -1}', b'{"step": "1"}', b'{"step": 1e3}'),
     ],
 )
 def test_a_line_that_is_no_step_is_counted_and_left_out(folder: Path, line: bytes) -> None:
@@ -62,34 +49,22 @@ def test_a_line_that_is_no_step_is_counted_and_left_out(folder: Path, line: byte
 
 
 def test_faults_have_their_ends_and_damaged_lines_are_counted(folder: Path) -> None:
-    detected = {
-        "time_s": 5.0,
-        "event": "detected",
-        "number": 0,
-        "role": "trainer",
-        "who": "a",
-        "what": "died",
-    }
-    recovered = {"time_s": 9.0, "event": "recovered", "number": 0, "role": "trainer", "who": "a"}
-    recovered |= {"how": "came back", "took_s": 4.0}
+    fault = {"number": 0, "role": "trainer", "who": "a"}
+    detected = {"time_s": 5.0, "event": "detected", **fault, "what": "died"}
+    recovered = {"time_s": 9.0, "event": "recovered", **fault, "how": "came back", "took_s": 4.0}
     lines = [json.dumps(one) for one in (detected, detected | {"number": 1}, recovered)]
     lines += [json.dumps(recovered | {"number": 7}), '{"event": "detected"}']
     (folder / "faults.jsonl").write_text("".join(line + "\n" for line in lines))
     reader = read(folder)
     _, answer = asked([reader], "/api/faults")
-    assert [(one["number"], one["how"], one["took_s"]) for one in answer["faults"]] == [
-        (0, "came back", 4.0),
-        (1, None, None),
-    ]
+    ends = [(one["number"], one["how"], one["took_s"]) for one in answer["faults"]]
+    assert ends == [(0, "came back", 4.0), (1, None, None)]
     assert status_of(reader)["num_open_faults"] == 1
     assert reader.problems == ["faults.jsonl: 2 damaged lines were left out"]
 
 
-TEXTS = st.text(max_size=30)
-
-
 @given(
-    rollouts=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), TEXTS), max_size=12),
+    rollouts=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.text(max_size=30)), max_size=12),
     is_shuffled=st.booleans(),
     bad=st.sets(st.integers(0, 11), max_size=2),
 )
@@ -122,39 +97,32 @@ def test_every_rollout_is_found_at_its_place(
     assert index.find(step=3) == [n for n, one in enumerate(good) if one[0] == 3]
 
 
-def test_a_text_that_looks_like_the_head_of_a_line_is_none(folder: Path) -> None:
+def test_a_text_like_the_head_of_a_line_is_none_and_too_large_a_number_is_damage(folder: Path) -> None:
     record = rollout_of(1, 2, 0, '{"step": 9, "group_id": 9, "episode": 0}\n{"step": 8, "group_id": 8, x}')
-    (folder / "rollouts.jsonl").write_text(json.dumps(record) + "\n")
+    large = '{"step": 1, "group_id": 99999999999999999999}'
+    (folder / "rollouts.jsonl").write_text(json.dumps(record) + "\n" + large + "\n")
     index = read(folder).rollouts
-    assert len(index) == 1
+    assert (len(index), index.num_damaged) == (1, 1)
     assert index.find(group=2) == index.find(step=1) == [0]
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("content", "words"),
     [
-        (lambda file: file.write_text(json.dumps(rollout_of(1, 3, 0, "")) + "\n"), "has changed"),
-        (lambda file: file.write_text(json.dumps(rollout_of(2, 2, 0, "")) + "\n"), "has changed"),
-        (lambda file: file.write_text("{\n"), "has changed"),
-        (lambda file: file.write_text("1\n"), "has changed"),
-        (lambda file: file.unlink(), "cannot be read: No such file"),
+        (json.dumps(rollout_of(1, 3, 0, "")), "has changed"),
+        (json.dumps(rollout_of(2, 2, 0, "")), "has changed"),
+        ("{", "has changed"),
+        ("1", "has changed"),
+        (None, "cannot be read: No such file"),
     ],
 )
-def test_a_rollout_whose_file_has_changed_is_gone_in_words(
-    folder: Path, change: Callable[[Path], object], words: str
-) -> None:
+def test_a_rollout_of_a_changed_file_is_gone(folder: Path, content: str | None, words: str) -> None:
     file = folder / "rollouts.jsonl"
     file.write_text(json.dumps(rollout_of(1, 2, 0, "")) + "\n")
     rollouts = read(folder).rollouts
-    change(file)
+    file.unlink() if content is None else file.write_text(content + "\n")
     with pytest.raises(ValueError, match=rf"rollout 0 is gone: rollouts\.jsonl {words}"):
         rollouts.read(0)
-
-
-def test_numbers_that_are_too_large_are_damage(folder: Path) -> None:
-    (folder / "rollouts.jsonl").write_text('{"step": 1, "group_id": 99999999999999999999}\n')
-    index = read(folder).rollouts
-    assert (len(index), index.num_damaged) == (0, 1)
 
 
 def holder(**others: object) -> str:
@@ -182,23 +150,12 @@ def test_whether_a_run_lives(folder: Path, content: str, life: str) -> None:
     assert status_of(read(folder))["life"] == life
 
 
-def test_without_a_lock_nobody_knows(folder: Path) -> None:
-    status = status_of(read(folder))
-    assert (status["life"], status["life_words"]) == ("unknown", "has no run.lock")
-
-
 def test_settings_are_flat_and_of_any_version(folder: Path) -> None:
-    (folder / "config.yaml").write_text(
-        "name: x\nnew_section: {a: null, b: true, c: {}, d: [1, 2]}\nlr: 1.0e-4\n"
-    )
-    assert read(folder).settings == {
-        "name": "x",
-        "new_section.a": "null",
-        "new_section.b": "true",
-        "new_section.c": "{}",
-        "new_section.d": "[1, 2]",
-        "lr": "0.0001",
-    }
+    text = "name: x\nnew_section: {a: null, b: true, c: {}, d: [1, 2]}\nlr: 1.0e-4\n"
+    (folder / "config.yaml").write_text(text)
+    section = {"a": "null", "b": "true", "c": "{}", "d": "[1, 2]"}
+    flat = {f"new_section.{key}": value for key, value in section.items()}
+    assert read(folder).settings == {"name": "x", **flat, "lr": "0.0001"}
 
 
 @pytest.mark.parametrize(
@@ -213,19 +170,9 @@ def test_settings_are_flat_and_of_any_version(folder: Path) -> None:
     ],
 )
 def test_a_config_that_is_none_is_told(folder: Path, content: bytes | None, words: str) -> None:
-    if content is None:
-        (folder / "config.yaml").unlink()
-    else:
-        (folder / "config.yaml").write_bytes(content)
+    file = folder / "config.yaml"
+    file.unlink() if content is None else file.write_bytes(content)
     reader = read(folder)
     (problem,) = reader.problems
     assert words in problem and problem.startswith("config.yaml ")
     assert reader.settings == {}
-
-
-def test_the_configs_of_runs_are_compared(folder: Path) -> None:
-    others = [Path(shutil.copytree(folder, folder / name)) for name in ("a", "b")]
-    (others[1] / "config.yaml").write_text("max_steps: 3\nlr: 1\n")
-    _, answer = asked([read(one) for one in others], "/api/settings")
-    assert answer["differing"] == {"max_steps": ["2", "3"], "lr": ["(not there)", "1"]}
-    assert answer["all"] == {"max_steps": ["2", "3"], "lr": [None, "1"]}

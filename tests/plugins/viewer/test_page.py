@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,16 +33,9 @@ pytestmark = pytest.mark.skipif(
 HOSTILE = "<img src=x onerror=\"document.title='taken over'\"><script>document.title='taken over'</script>"
 
 PAGES = (
-    *("overview", "groups", "groups?run=1&fate=undone", "faults?run=1"),
-    *("processes", "processes?run=1", "processes?run=1&first=2&last=5"),
-    *(
-        "group?run=1&group=2",
-        "rollouts?step=3",
-        "rollout?run=1&number=0",
-        "rollouts?run=1&step=2",
-        "config",
-        "glossary?q=age",
-    ),
+    *("overview", "groups", "groups?run=1&fate=undone", "faults?run=1", "config", "glossary?q=age"),
+    *("processes", "processes?run=1", "processes?run=1&first=2&last=5", "group?run=1&group=2"),
+    *("rollouts?step=3", "rollout?run=1&number=0", "rollouts?run=1&step=2"),
 )
 
 ENTER, ESCAPE = "\ue007", "\ue00c"
@@ -80,24 +74,12 @@ def folders(tmp_path_factory) -> list[Path]:
     (second / "ledger.jsonl").write_bytes(ledger_text(eventful_ledger()))
     record = rollout_of(2, 2, 0, HOSTILE) | {"task_id": HOSTILE, "finish_reason": HOSTILE}
     (second / "rollouts.jsonl").write_text(json.dumps(record) + "\n")
-    pieces = [
-        HOSTILE,
-        "2 ",
-        {"bytes": "e282", "text": ""},
-        {"bytes": "ac", "text": "€"},
-        {"special": HOSTILE},
-    ]
+    euro = [{"bytes": "e282", "text": ""}, {"bytes": "ac", "text": "€"}]
+    pieces = [HOSTILE, "2 ", *euro, {"special": HOSTILE}]
     tokens = (tokens_of(2, 2, 0, pieces), worst_of(2, [(2, 0, 3), (7, 0, 0), (2, 0, 1)], HOSTILE))
     (second / "tokens.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tokens))
-    fault = {
-        "time_s": 5.0,
-        "event": "detected",
-        "number": 0,
-        "role": "trainer",
-        "who": HOSTILE,
-        "what": "died",
-    }
-    (second / "faults.jsonl").write_text(json.dumps(fault) + "\n")
+    fault = {"time_s": 5.0, "event": "detected", "number": 0, "role": "trainer", "what": "died"}
+    (second / "faults.jsonl").write_text(json.dumps(fault | {"who": HOSTILE}) + "\n")
     (second / "run.log").write_text(HOSTILE + "\n")
     write_traces(second, num_steps=60)
     return [first, second]
@@ -124,10 +106,16 @@ def visit(browser: Browser, address: str, page: str) -> None:
     browser.wait_for(IS_SHOWN)
 
 
+TOKEN = ".tokens .token"
+
+
+def each(browser: Browser, selector: str, value: str) -> list[Any]:
+    """An expression's value for each element ``one``."""
+    return browser.run(f"return [...document.querySelectorAll('{selector}')].map((one) => {value})")
+
+
 @pytest.mark.parametrize("width", [1280, 400])
-def test_every_page_fits_and_the_browser_has_no_complaint(
-    browser: Browser, served: Served, width: int
-) -> None:
+def test_every_page_fits_and_has_no_complaint(browser: Browser, served: Served, width: int) -> None:
     browser.resize(width)
     for page in PAGES:
         visit(browser, served.address, page)
@@ -139,13 +127,8 @@ def test_every_page_fits_and_the_browser_has_no_complaint(
 
 
 def test_texts_of_models_are_text(browser: Browser, served: Served) -> None:
-    for page in (
-        "rollout?run=1&number=0",
-        "rollouts?run=1&step=2",
-        "faults?run=1",
-        "overview",
-        "group?run=1&group=2",
-    ):
+    pages = ("rollout?run=1&number=0", "rollouts?run=1&step=2", "group?run=1&group=2")
+    for page in (*pages, "faults?run=1", "overview"):
         visit(browser, served.address, page)
         assert HOSTILE in browser.text(), page
         assert browser.run("return document.querySelectorAll('main img, main script').length") == 0
@@ -154,10 +137,7 @@ def test_texts_of_models_are_text(browser: Browser, served: Served) -> None:
 
 def test_the_overview_has_the_newest_values_with_their_meanings(browser: Browser, served: Served) -> None:
     visit(browser, served.address, "overview")
-    tiles = browser.run(
-        "return [...document.querySelectorAll('.tile')]"
-        ".map((one) => [one.innerText.replace(/\\s/g, ''), one.title])"
-    )
+    tiles = each(browser, ".tile", "[one.innerText.replace(/\\s/g, ''), one.title]")
     # 1 / 61 at the last of 60 steps; the second run has the same metrics.
     found = [title for text, title in tiles if text == "0.01639grad_norm"]
     assert len(found) == 2 and all("gradient" in title for title in found)
@@ -166,26 +146,21 @@ def test_the_overview_has_the_newest_values_with_their_meanings(browser: Browser
 def test_the_versions_of_a_rollout_are_said_in_words(browser: Browser, served: Served) -> None:
     visit(browser, served.address, "rollout?run=0&number=39")
     # Of step 10, which trained version 9.
-    assert (
-        "one swap of weights while it was sampled. version 8: 3 tokens, age 1; version 9: 1 token, age 0"
-        in (browser.text())
-    )
+    versions = "version 8: 3 tokens, age 1; version 9: 1 token, age 0"
+    assert f"one swap of weights while it was sampled. {versions}" in browser.text()
 
 
 @pytest.mark.parametrize("width", [1280, 400])
 def test_tokens_are_read_with_keys_and_without_colours(browser: Browser, served: Served, width: int) -> None:
     browser.resize(width)
     visit(browser, served.address, "rollout?run=1&number=0")
-    assert browser.run(
-        "return [...document.querySelectorAll('.tokens .token')].map((one) => one.textContent)"
-    ) == [HOSTILE, "2 ", "⟨e2 82⟩", "⟨ac⟩€", HOSTILE]
+    pieces = [HOSTILE, "2 ", "⟨e2 82⟩", "⟨ac⟩€", HOSTILE]
+    assert each(browser, TOKEN, "one.textContent") == pieces
     # The worst ones have a number that no colour is needed for.
-    ranks = "return [...document.querySelectorAll('.tokens .token')].map((one) => one.dataset.rank ?? null)"
-    assert browser.run(ranks) == [None, "3", None, "1", None]
+    assert each(browser, TOKEN, "one.dataset.rank ?? null") == [None, "3", None, "1", None]
     mark = "return getComputedStyle(document.querySelector('[data-rank=\\'1\\']'), '::before').content"
     assert "1" in browser.run(mark.replace("\\'", '"'))
-    levels = "return [...document.querySelectorAll('.tokens .token')].map((one) => one.dataset.level)"
-    assert browser.run(levels) == ["none", "-2", "none", "2", "4"]
+    assert each(browser, TOKEN, "one.dataset.level") == ["none", "-2", "none", "2", "4"]
     browser.run("document.querySelector('.tokens .token').focus()")
     readout = "document.querySelector('.readout').textContent"
     browser.press("\ue014")
@@ -198,12 +173,9 @@ def test_tokens_are_read_with_keys_and_without_colours(browser: Browser, served:
     assert "the whole vocabulary kept; other experts in 1 of 2 layers with a record: layer 1" in told
     browser.press("w")
     browser.wait_for(f"{readout}.startsWith('token 3: bytes ac')")
-    browser.run("document.querySelector('button[data-value=version]').click()")
-    assert browser.run(levels) == ["none", "0", "0", "0", "0"]
-    browser.run("document.querySelector('button[data-value=kept]').click()")
-    assert browser.run(levels) == ["none", "4", "0", "4", "4"]
-    browser.run("document.querySelector('button[data-value=disagreement]').click()")
-    assert browser.run(levels) == ["none", "4", "4", "4", "4"]
+    for value, levels in (("version", "0000"), ("kept", "4044"), ("disagreement", "4444")):
+        browser.run(f"document.querySelector('button[data-value={value}]').click()")
+        assert each(browser, TOKEN, "one.dataset.level") == ["none", *levels], value
     assert "share of the MoE layers" in browser.text() and "from 0.5 to 0.5" in browser.text()
     assert browser.run("return document.documentElement.scrollWidth") <= width
     assert browser.complaints() == []
@@ -212,8 +184,7 @@ def test_tokens_are_read_with_keys_and_without_colours(browser: Browser, served:
 
 def test_the_worst_tokens_lead_to_their_rollouts(browser: Browser, served: Served) -> None:
     visit(browser, served.address, "rollouts?run=1&step=2")
-    links = "return [...document.querySelectorAll('a')].map((one) => one.getAttribute('href'))"
-    assert browser.run(links).count("#/rollout?run=1&number=0") == 3
+    assert each(browser, "a", "one.getAttribute('href')").count("#/rollout?run=1&number=0") == 3
     assert HOSTILE in browser.text()
     visit(browser, served.address, "rollouts?run=0&step=2")
     assert "the run has no tokens.jsonl" in browser.text()

@@ -30,9 +30,8 @@ def trace_of(folder: Path, file: Path) -> list[dict]:
 
 def bars(events: list[dict], name: str) -> list[dict]:
     """All events but names of one of the file's processes."""
-    (process,) = {
-        one["pid"] for one in events if one["name"] == "process_name" and one["args"]["name"] == name
-    }
+    processes = (one for one in events if one["name"] == "process_name")
+    (process,) = {one["pid"] for one in processes if one["args"]["name"] == name}
     return [one for one in events if one["pid"] == process and one["ph"] != "M"]
 
 
@@ -119,12 +118,8 @@ def test_processes_steps_and_faults_have_one_clock(tmp_path: Path) -> None:
     assert ends == pytest.approx([10e6 + STEP_S * 1e6 * step for step in (1, 2, 3)], abs=1.0)
     assert [one["ts"] for one in loop if one["name"] == "train"] == [10.5e6, 12.5e6, 14.5e6]
     states = [(one["name"], one["ts"], one["dur"]) for one in generator if one["tid"] == 0]
-    assert states == [
-        ("starting", 1e6, 3e6),
-        ("computing", 4e6, 7e6),
-        ("starting", 12e6, 1e6),
-        ("waiting for room", 13e6, 3e6),
-    ]
+    assert states[:2] == [("starting", 1e6, 3e6), ("computing", 4e6, 7e6)]
+    assert states[2:] == [("starting", 12e6, 1e6), ("waiting for room", 13e6, 3e6)]
     rows = {one["args"]["group"]: one["tid"] for one in generator if one["name"] == "sample group"}
     assert rows == {0: 1, 1: 2}, "spans that overlap have rows of their own"
     assert [one["ts"] for one in bars(events, "faults")] == [11e6]
@@ -135,12 +130,3 @@ def test_a_run_without_a_step_has_a_trace_too(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "metrics.jsonl").touch()
     assert all(one["ph"] == "M" for one in trace_of(folder, tmp_path / "trace.json"))
-
-
-def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
-    reader = RunReader(write_run(tmp_path / "made", num_steps=1), with_rollouts=False)
-    target = tmp_path / "trace.json"
-    target.mkdir()
-    with pytest.raises(OSError, match="directory"):
-        write_trace(reader, target)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["made", "trace.json"]

@@ -24,10 +24,6 @@ def ask(reader: RunReader, parameters: str = "") -> dict:
     return answer
 
 
-def place(state: State) -> int:
-    return ORDER.index(state)
-
-
 def test_the_whole_run_in_bars_of_a_second(reader: RunReader) -> None:
     answer = ask(reader, "width=16")
     assert (answer["begin_s"], answer["end_s"]) == (0.0, 10.0 + 3 * STEP_S)
@@ -35,12 +31,12 @@ def test_the_whole_run_in_bars_of_a_second(reader: RunReader) -> None:
     loop, generator = answer["lanes"]
     assert [loop["proc"], generator["proc"]] == ["controller", "generator-0"]
     assert generator["pids"] == [2, 3]
-    starting, computing, room = map(place, (State.STARTING, State.COMPUTING, State.WAITING_FOR_ROOM))
+    starting, computing, room = map(ORDER.index, (State.STARTING, State.COMPUTING, State.WAITING_FOR_ROOM))
     # It began after a second; between its two processes is a gap.
     assert generator["bars"] == [[1, 3, starting], [4, 7, computing], [12, 1, starting], [13, 3, room]]
     assert generator["shares"][computing] == pytest.approx(0.5)
     assert sum(loop["shares"]) == pytest.approx(1.0)
-    assert loop["shares"][place(State.WAITING_FOR_BATCH)] == pytest.approx(3 * 0.5 / 16)
+    assert loop["shares"][ORDER.index(State.WAITING_FOR_BATCH)] == pytest.approx(3 * 0.5 / 16)
     assert answer["steps"] == [[step, 8.0 + 2 * step, 10.0 + 2 * step] for step in (1, 2, 3)]
 
 
@@ -48,7 +44,7 @@ def test_some_steps_only(reader: RunReader) -> None:
     answer = ask(reader, "width=40&first=2&last=2")
     assert (answer["begin_s"], answer["end_s"]) == (12.0, 14.0)
     (loop, generator) = answer["lanes"]
-    waiting, computing = place(State.WAITING_FOR_BATCH), place(State.COMPUTING)
+    waiting, computing = map(ORDER.index, (State.WAITING_FOR_BATCH, State.COMPUTING))
     assert loop["bars"] == [[0, 10, waiting], [10, 30, computing]]
     assert [span["name"] for span in loop["spans"]] == ["wait for a batch", "train"]
     assert generator["spans"] == []
@@ -76,7 +72,3 @@ def test_traces_grow_and_damage_is_told(reader: RunReader) -> None:
     damaged, lost = reader.problems
     assert damaged.startswith("generator-0-3.trace.jsonl: 1 damaged lines were left out; the first: no line")
     assert lost == "generator-0-3.trace.jsonl: the process could not write 5 lines"
-
-
-def test_a_run_without_traces_says_so(tmp_path: Path) -> None:
-    assert ask(read(write_run(tmp_path / "made", num_steps=1)))["lanes"] == []

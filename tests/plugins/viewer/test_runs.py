@@ -15,50 +15,27 @@ from tests.support.viewer_runs import STEP_S, asked, read, write_run
 
 FILES = ("metrics.jsonl", "ledger.jsonl", "rollouts.jsonl", "faults.jsonl")
 
-FAULTS = b"".join(
-    json.dumps(one).encode() + b"\n"
-    for one in (
-        {"time_s": 5.0, "event": "detected", "number": 0, "role": "trainer", "who": "rank 0", "what": "died"},
-        {"time_s": 6.0, "event": "recovered", "number": 0, "role": "trainer", "who": "rank 0"}
-        | {"how": "came back", "took_s": 1.0},
-        {
-            "time_s": 7.0,
-            "event": "detected",
-            "number": 1,
-            "role": "scorer",
-            "who": "the scorer",
-            "what": "died",
-        },
-    )
+TRAINER = {"number": 0, "role": "trainer", "who": "rank 0"}
+SCORER = {"number": 1, "role": "scorer", "who": "the scorer"}
+FAULTS = (
+    {"time_s": 5.0, "event": "detected", **TRAINER, "what": "died"},
+    {"time_s": 6.0, "event": "recovered", **TRAINER, "how": "came back", "took_s": 1.0},
+    {"time_s": 7.0, "event": "detected", **SCORER, "what": "died"},
 )
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     folder = write_run(tmp_path_factory.mktemp("runs") / "made", num_steps=6, is_ended=False)
-    (folder / "faults.jsonl").write_bytes(FAULTS)
+    (folder / "faults.jsonl").write_text("".join(json.dumps(one) + "\n" for one in FAULTS))
     return folder
 
 
 def facts(reader: RunReader) -> tuple[object, ...]:
     """Everything that was read, to be compared."""
-    return (
-        {key: reader.metrics.column(key).values_N.tolist() for key in reader.metrics.keys},
-        list(reader.groups),
-        reader.faults.faults,
-        [reader.rollouts.find(step=step) for step in range(9)],
-    )
-
-
-def test_a_run_that_goes_on_is_read_to_its_end(run: Path) -> None:
-    reader = read(run)
-    assert reader.problems == []
-    assert reader.metrics.num_lines == 6
-    assert len(reader.rollouts) == 24
-    assert status_of(reader)["groups"]["trained"] == 12
-    assert reader.groups.task_of(3) == ("sums", "sums/3")
-    assert reader.groups.task_of(99) is None
-    assert all(one["unread"] == 0 for one in reader.progress)
+    metrics = {key: reader.metrics.column(key).values_N.tolist() for key in reader.metrics.keys}
+    rollouts = [reader.rollouts.find(step=step) for step in range(9)]
+    return metrics, list(reader.groups), reader.faults.faults, rollouts
 
 
 @settings(max_examples=30)
@@ -109,7 +86,10 @@ def test_nothing_in_the_folder_is_touched(run: Path) -> None:
 
 
 def test_the_status_says_how_far_it_is_and_how_long_it_takes(run: Path) -> None:
-    status = status_of(read(run))
+    reader = read(run)
+    assert (reader.problems, reader.metrics.num_lines, len(reader.rollouts)) == ([], 6, 24)
+    assert all(one["unread"] == 0 for one in reader.progress)
+    status = status_of(reader)
     assert (status["step"], status["max_steps"], status["recent_step_s"]) == (6, 12, STEP_S)
     assert (status["num_faults"], status["num_open_faults"]) == (2, 1)
     assert status["groups"] == {"sampling": 2, "trained": 12}
@@ -124,8 +104,13 @@ def test_the_status_says_how_far_it_is_and_how_long_it_takes(run: Path) -> None:
     assert (status["life"], status["left_s"]) == ("unknown", None)
 
 
-def test_a_run_on_another_machine_is_taken_to_go_on(run: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(run, tmp_path / "copy"))
+@pytest.fixture
+def folder(run: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be changed."""
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+def test_a_run_on_another_machine_is_taken_to_go_on(folder: Path) -> None:
     lock = {"pid": 1, "host": "another", "since_s": 1.0, "mark": "0" * 32, "has_ended": False}
     (folder / "run.lock").write_text(json.dumps(lock))
     status = status_of(read(folder))
@@ -154,21 +139,20 @@ def test_a_folder_of_no_run_is_refused(tmp_path: Path, name: str) -> None:
         RunReader(tmp_path / name)
 
 
-def test_what_another_version_has_written_is_said(run: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(run, tmp_path / "copy"))
+def test_what_another_version_has_written_is_said(folder: Path) -> None:
     other = Opened(format=9, run="x", seed=0, groups_per_step=1)
     (folder / "ledger.jsonl").write_bytes(ledger_text([other]))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "new/thing": 1}\n')
-    problems = read(folder).problems
-    assert problems == [
+    reader = read(folder)
+    assert len(reader.groups) == 0
+    assert reader.problems == [
         "ledger.jsonl has format 9; this version of forgeasync reads 1; groups are not shown",
         "metrics that this version of forgeasync does not define: new/thing",
     ]
 
 
-def test_damage_is_counted_file_by_file_and_the_rest_is_shown(run: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(run, tmp_path / "copy"))
+def test_damage_is_counted_file_by_file_and_the_rest_is_shown(folder: Path) -> None:
     for name in FILES:
         lines = (folder / name).read_bytes().splitlines(keepends=True)
         (folder / name).write_bytes(b"".join([*lines[:2], b"{dam\xffaged\n", *lines[2:]]))
@@ -183,8 +167,7 @@ def test_damage_is_counted_file_by_file_and_the_rest_is_shown(run: Path, tmp_pat
     assert any("note: metrics.jsonl: 1 damaged" in line for line in status_lines(status_of(reader)))
 
 
-def test_the_words_of_a_run_reach_no_terminal_as_they_are(run: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(run, tmp_path / "copy"))
+def test_the_words_of_a_run_reach_no_terminal_as_they_are(folder: Path) -> None:
     (folder / "run.log").write_text("done\x1b[2J\x1b]52;c;x\x07\n")
     text = "\n".join(status_lines(status_of(read(folder))))
     assert "\x1b" not in text and "\\x1b[2J" in text

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import TestClient
+from aiohttp.test_utils import TestClient, TestServer
 
 from forgeasync.plugins import viewer
-from forgeasync.plugins.viewer import RunReader
+from forgeasync.plugins.viewer import RunReader, application
 from tests.support.ledgers import ledger_text
-from tests.support.viewer_runs import asked, eventful_ledger, read, rollout_of, with_client, write_run
+from tests.support.viewer_runs import asked, eventful_ledger, read, rollout_of, write_run
 
 HOSTILE = '</script><img src=x onerror="alert(1)">\u202e\x1b[2J\u0000\ud800'
 
@@ -31,9 +31,13 @@ def runs(tmp_path_factory) -> list[RunReader]:
     return [read(folder) for folder in (*seeds, other)]
 
 
-def test_every_question_is_answered(runs: list[RunReader]) -> None:
-    async def question(client: TestClient) -> dict[str, Any]:
-        answers = {}
+def client_of(*runs: RunReader) -> TestClient:
+    return TestClient(TestServer(application(runs)))
+
+
+async def test_every_question_is_answered(runs: list[RunReader]) -> None:
+    answers = {}
+    async with client_of(*runs) as client:
         for path in (
             *("runs", "glossary", "settings", "faults?run=1", "group?run=2&group=2"),
             *("groups?run=2&fate=undone", "rollouts?step=3", "rollout?number=0", "lanes", "worst?step=1"),
@@ -41,14 +45,13 @@ def test_every_question_is_answered(runs: list[RunReader]) -> None:
             response = await client.get(f"/api/{path}")
             assert response.status == 200, path
             answers[path.partition("?")[0]] = await response.json()
-        return answers
-
-    answers = with_client(runs, question)
     assert [one["metrics"]["grad_norm"]["step"] for one in answers["runs"]["runs"]] == [5, 5, 2]
     assert "gradient" in answers["runs"]["meanings"]["grad_norm"]
     glossary = {one["key"] for topic in answers["glossary"]["topics"] for one in topic["metrics"]}
     assert {"loss", "eval/accuracy"} <= glossary
     assert answers["settings"]["differing"]["lr"] == ["(not there)", "(not there)", "3"]
+    assert answers["settings"]["all"]["lr"] == [None, None, "3"]
+    assert answers["lanes"]["lanes"] == [], "the run has no traces"
     assert [one["fate"] for one in answers["group"]["lives"]] == ["skipped", "undone"]
     assert answers["group"]["task_id"] == "sums/1"
     assert [one["fate"] for one in answers["group"]["attempts"]] == ["dropped", "undone", "skipped"]
@@ -58,19 +61,16 @@ def test_every_question_is_answered(runs: list[RunReader]) -> None:
     assert [one["what"] for one in events] == ["submitted", "started", "sampled", "scored", "ended", "undone"]
 
 
-def test_pages_of_groups_follow_each_other(runs: list[RunReader]) -> None:
+async def test_pages_of_groups_follow_each_other(runs: list[RunReader]) -> None:
     script = (Path(viewer.__file__).parent / "static" / "groups.js").read_text()
-
-    async def question(client: TestClient) -> list[int]:
-        found = []
+    found = []
+    async with client_of(*runs) as client:
         for skip in (0, 4, 8):
             answer = await (await client.get(f"/api/groups?skip={skip}&limit=4")).json()
             assert answer["num_groups"] == 10
             assert set(re.findall(r"\blife\.(\w+)", script)) <= answer["groups"][0].keys() | {"events"}
             found += [one["group"] for one in answer["groups"]]
-        return found
-
-    assert with_client(runs, question) == list(range(9, -1, -1))
+    assert found == list(range(9, -1, -1))
 
 
 @pytest.mark.parametrize(
@@ -99,29 +99,24 @@ def test_what_is_wrong_is_said(runs: list[RunReader], path: str, status: int, wo
     assert words in answer["error"]
 
 
-def test_texts_of_models_are_data_and_cannot_hide_anything(runs: list[RunReader]) -> None:
-    async def question(client: TestClient) -> tuple[str, str]:
+async def test_texts_of_models_are_data_and_cannot_hide_anything(runs: list[RunReader]) -> None:
+    async with client_of(*runs) as client:
         response = await client.get("/api/rollout?run=2&number=0")
-        return response.content_type, await response.text()
-
-    content_type, text = with_client(runs, question)
-    assert content_type == "application/json"
-    record = json.loads(text)["rollout"]
+        assert response.content_type == "application/json"
+        record = (await response.json())["rollout"]
     for shown in (record["response"], next(key for key in record if "script" in key)):
         assert shown == '</script><img src=x onerror="alert(1)">\\u202e\\x1b[2J\\x00\\ud800'
     assert record["response_parts"][0] == {"text": "</script>", "value": 0.5}
     assert "".join(part["text"] for part in record["response_parts"]) == record["response"]
 
 
-def test_every_answer_forbids_the_browser_what_the_page_does_not_need(runs: list[RunReader]) -> None:
-    async def question(client: TestClient) -> list[Any]:
-        paths = ("/", "/main.js", "/style.css", "/api/runs", "/api/nothing", "/none", "/a/b")
-        return [(path, (await client.get(path)).headers) for path in paths]
-
-    for path, headers in with_client(runs, question):
-        policy = headers["Content-Security-Policy"]
-        assert "default-src 'none'" in policy and "unsafe" not in policy, path
-        assert headers["X-Content-Type-Options"] == "nosniff"
+async def test_every_answer_forbids_what_the_page_does_not_need(runs: list[RunReader]) -> None:
+    async with client_of(*runs) as client:
+        for path in ("/", "/main.js", "/style.css", "/api/runs", "/api/nothing", "/none", "/a/b"):
+            headers = (await client.get(path)).headers
+            policy = headers["Content-Security-Policy"]
+            assert "default-src 'none'" in policy and "unsafe" not in policy, path
+            assert headers["X-Content-Type-Options"] == "nosniff"
 
 
 def test_the_page_is_the_packages_own_and_asks_nobody_else() -> None:
@@ -134,40 +129,32 @@ def test_the_page_is_the_packages_own_and_asks_nobody_else() -> None:
             assert sink not in text, f"{name} has {sink}"
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8420", "127.0.0.1.evil.example", ""])
-def test_a_name_that_is_not_this_machines_is_refused(runs: list[RunReader], host: str) -> None:
-    status, answer = asked(runs, "/api/runs", Host=host)
-    assert (status, list(answer)) == (403, ["error"])
+def test_only_the_names_of_this_machine_are_answered(runs: list[RunReader]) -> None:
+    for host in ("evil.example", "evil.example:8420", "127.0.0.1.evil.example", ""):
+        status, answer = asked(runs, "/api/runs", Host=host)
+        assert (status, list(answer)) == (403, ["error"]), host
+    for host in ("localhost", "localhost:99", "127.0.0.1:8420"):
+        assert asked(runs, "/api/glossary", Host=host)[0] == 200, host
 
 
-@pytest.mark.parametrize("host", ["localhost", "localhost:99", "127.0.0.1:8420"])
-def test_the_names_of_this_machine_are_answered(runs: list[RunReader], host: str) -> None:
-    assert asked(runs, "/api/glossary", Host=host)[0] == 200
-
-
-def test_what_a_run_writes_is_shown_without_being_asked_to(tmp_path: Path) -> None:
+async def test_what_a_run_writes_is_shown_without_being_asked_to(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "made", num_steps=1)
-
-    async def question(client: TestClient) -> None:
+    async with client_of(RunReader(folder)) as client:
         await until(client, lambda answer: answer["runs"][0]["step"] == 1)
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"step": 2}\n')
         answer = await until(client, lambda answer: answer["runs"][0]["step"] == 2)
-        assert answer["failure"] is None
-
-    with_client([RunReader(folder)], question)
+    assert answer["failure"] is None
 
 
-def test_a_fault_of_the_viewer_itself_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_of_the_viewer_itself_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: RunReader) -> bool:
         raise ZeroDivisionError("by zero")
 
-    async def question(client: TestClient) -> str:
-        return (await until(client, lambda answer: answer["failure"] is not None))["failure"]
-
     monkeypatch.setattr(RunReader, "read_some", fails)
-    failure = with_client([RunReader(write_run(tmp_path / "made", num_steps=1))], question)
-    assert failure == "the viewer has stopped reading: ZeroDivisionError: by zero"
+    async with client_of(RunReader(write_run(tmp_path / "made", num_steps=1))) as client:
+        answer = await until(client, lambda answer: answer["failure"] is not None)
+    assert answer["failure"] == "the viewer has stopped reading: ZeroDivisionError: by zero"
 
 
 async def until(client: TestClient, is_so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What the viewer reads of tokens.jsonl and answers; the page is in test_page.py."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,21 +82,17 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
+    "branches",
     [
-        {"step": 2, "group_id": 2, "episode": 1, "agent": 0, "branches": 1},
-        {"step": 2, "group_id": 2, "episode": 1, "agent": 0, "branches": [{}]},
-        {"step": 2, "group_id": 2, "episode": 1, "agent": 0, "branches": [1]},
-        tokens_of(2, 2, 1, PIECES) | {"branches": [{"num_tokens": 4, "positions": [0], "pieces": 3}]},
+        1,
+        [{}],
+        [1],
+        [{"num_tokens": 4, "positions": [0], "pieces": 3}],
     ],
 )
-def test_damage_is_said(tmp_path: Path, damage: dict[str, object]) -> None:
-    assert "damaged" in tokens(make(tmp_path, damage))["problem"]
-
-
-def append(file: Path, lines: Sequence[bytes]) -> None:
-    with file.open("ab") as out:
-        out.write(b"".join(line + b"\n" for line in lines))
+def test_damage_is_said(tmp_path: Path, branches: object) -> None:
+    line = tokens_of(2, 2, 1, PIECES) | {"branches": branches}
+    assert "damaged" in tokens(make(tmp_path, line))["problem"]
 
 
 def test_of_lines_that_come_twice_the_newer_one_counts_and_damaged_ones_are_counted(tmp_path: Path) -> None:
@@ -104,8 +100,8 @@ def test_of_lines_that_come_twice_the_newer_one_counts_and_damaged_ones_are_coun
     run = make(tmp_path, first)
     assert tokens(run)["pieces"] == ["old"]
     lines = [json.dumps(one).encode() for one in (WORST, second)]
-    file = run.run_dir.tokens
-    append(file, [b"no line at all", *lines, lines[1][:-1]])
+    with run.run_dir.tokens.open("ab") as file:
+        file.write(b"".join(line + b"\n" for line in (b"no line at all", *lines, lines[1][:-1])))
     run.read_all()
     assert run.problems == ["tokens.jsonl: 2 damaged lines were left out"]
     assert tokens(run)["pieces"] == ["new"]
@@ -115,9 +111,7 @@ def test_of_lines_that_come_twice_the_newer_one_counts_and_damaged_ones_are_coun
 @pytest.mark.parametrize(
     "change", [lambda text: b"x" * len(text), lambda text: text.replace(b'"step": 2', b'"step": 3')]
 )
-def test_values_of_a_file_that_was_overwritten_are_gone_in_words(
-    tmp_path: Path, change: Callable[[bytes], bytes]
-) -> None:
+def test_values_of_an_overwritten_file_are_gone(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
     run = make(tmp_path, tokens_of(2, 2, 1, PIECES), WORST)
     file = run.run_dir.tokens
     file.write_bytes(change(file.read_bytes()))

@@ -35,21 +35,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_run_says_what_bounds_it_and_how_to_learn_more(folder: Path) -> None:
     bound, how = status_of(read(folder))["verdict"]
-    assert bound == (
-        "generators bound the run: training waited for batches 75% of the time (last 20 steps), and they "
-        "were busy for 100%; add generators (generator.num_replicas), or sample shorter responses"
-    )
+    told = ("generators bound the run", "75%", "last 20 steps", "busy for 100%", "generator.num_replicas")
+    assert all(words in bound for words in told), bound
     assert "apps.profile" in how
-
-
-def test_a_run_that_waited_for_its_disk_says_so(folder: Path) -> None:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    waited = [line | {"time/wait_for_batch_s": 0.1, "time/wait_for_disk_s": 1.3} for line in lines[1:]]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [lines[0], *waited]))
-    bound, _ = status_of(read(folder))["verdict"]
-    assert bound.startswith(
-        "the disk bounds the run: training waited for it 65% of the time (last 20 steps);"
-    )
 
 
 def test_the_last_steps_of_a_run_that_samples_ahead_are_left_out(folder: Path) -> None:
@@ -58,9 +46,7 @@ def test_the_last_steps_of_a_run_that_samples_ahead_are_left_out(folder: Path) -
     assert "(last 17 steps)" in status_of(read(folder))["verdict"][0]
 
 
-def test_traces_are_left_unread_where_nobody_asks_for_them(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_traces_are_left_unread_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "logs").mkdir()
     (folder / "logs" / "x.trace.jsonl").write_text("no trace\n")
 
@@ -69,5 +55,3 @@ def test_traces_are_left_unread_where_nobody_asks_for_them(
         return json.loads(capsys.readouterr().out)["problems"]
 
     assert len(problems()) == 1 and problems("--no-traces") == []
-    with pytest.raises(SystemExit):
-        main([str(folder), "--no-traces"])
