@@ -1,9 +1,11 @@
 """Settings of all tests: what they are marked with, and in which order they run."""
 
+import asyncio
+import inspect
 import os
 import sys
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -12,6 +14,9 @@ from forgeasync.files import RUN_MARK
 from tests.support import tiers
 from tests.support.warm_python import session_folder, wait_until_imported, warm_python
 from tests.support.warm_python.executable import kind_of_role
+
+if TYPE_CHECKING:
+    from forgeasync.testing import HandTime, VirtualTime
 
 # On a busy machine any example may take long: tests judge behavior, not time. The same examples are tried
 # every time, so that a failure is the code's; --hypothesis-profile=search tries others.
@@ -61,6 +66,34 @@ def mark_of_a_run_ends_with_its_test() -> Iterator[None]:
         os.environ.pop(RUN_MARK, None)
     else:
         os.environ[RUN_MARK] = before
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function on an event loop of its own, in the time that it asks for."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    clock = pyfuncitem.funcargs.get("virtual_time") or pyfuncitem.funcargs.get("hand_time")
+    run = asyncio.run if clock is None else clock.run
+    run(pyfuncitem.obj(**given))
+    return True
+
+
+@pytest.fixture
+def virtual_time() -> "VirtualTime":
+    """The time of a coroutine test in which timers expire at once."""
+    from forgeasync.testing import VirtualTime
+
+    return VirtualTime()
+
+
+@pytest.fixture
+def hand_time() -> "HandTime":
+    """The time of a coroutine test in which timers expire as the test moves this clock."""
+    from forgeasync.testing import HandTime
+
+    return HandTime()
 
 
 @pytest.fixture

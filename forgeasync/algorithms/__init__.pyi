@@ -64,8 +64,6 @@ from .row_tokens import TeacherTokens as TeacherTokens
 from .row_tokens import capped as capped
 
 # Only tests import these.
-from .advantages import from_step_rewards as from_step_rewards
 from .corrections import RatioLevel as RatioLevel
 from .corrections import product as product
-from .kl import penalty_to_go as penalty_to_go
 from .own_results import check_losses as check_losses

@@ -8,7 +8,6 @@ response.
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -238,7 +237,7 @@ def step_advantages(step_rewards_G: Sequence[torch.Tensor], credit: StepCredit) 
     """
     match credit:
         case StepCredit.SUM_TO_GO:
-            return sums_of_later_steps(step_rewards_G)
+            return [_sums_to_go(values_J) for values_J in _normalized_together(step_rewards_G)]
         case StepCredit.MINIMUM:
             return [
                 values_J.flip(0).cummin(0).values.flip(0) if values_J.numel() else values_J
@@ -246,52 +245,6 @@ def step_advantages(step_rewards_G: Sequence[torch.Tensor], credit: StepCredit) 
             ]
         case StepCredit.PER_STEP:
             return _normalized_by_place([_sums_to_go(rewards_J.double()) for rewards_J in step_rewards_G])
-
-
-def from_step_rewards(
-    step_rewards_G: Sequence[torch.Tensor],
-    step_ends_G: Sequence[torch.Tensor],
-    lengths_G: Sequence[int],
-) -> list[torch.Tensor]:
-    """Return the advantages of the tokens of each rollout of a group, float32 [T], from rewards of steps.
-
-    Rewards are normalized by mean and unbiased standard deviation (plus 1e-6) over all steps of the group. A
-    token's advantage is the sum over its own step and all later steps. Tokens after the last step have 0. If
-    all steps have the same reward, all tokens have exactly 0.
-
-    Source: Shao et al., "DeepSeekMath", 2024, section 4.1.3.
-
-    Args:
-        step_rewards_G: Rewards of each rollout's steps, each [J].
-        step_ends_G: Token positions in the response at which the steps end, each [J], exclusive, increasing.
-        lengths_G: Number of response tokens of each rollout.
-
-    Raises:
-        ValueError: The arguments differ in length, or the ends do not fit the rewards or the response.
-    """
-    if not len(step_rewards_G) == len(step_ends_G) == len(lengths_G):
-        raise ValueError(
-            f"from_step_rewards: {len(step_rewards_G)} step_rewards, {len(step_ends_G)} step_ends and "
-            f"{len(lengths_G)} lengths; must be one of each for every rollout"
-        )
-    for index, (rewards_J, ends_J, length) in enumerate(
-        zip(step_rewards_G, step_ends_G, lengths_G, strict=True)
-    ):
-        _check_steps(index, rewards_J, ends_J, length)
-    return [
-        _spread(sums_J, ends_J, length).float()
-        for sums_J, ends_J, length in zip(
-            sums_of_later_steps(step_rewards_G), step_ends_G, lengths_G, strict=True
-        )
-    ]
-
-
-def sums_of_later_steps(step_rewards_G: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the sum of each step's own and all later normalized rewards, float64 [J] for each rollout.
-
-    Rewards are normalized over all steps of the group. See ``from_step_rewards`` for the source.
-    """
-    return [_sums_to_go(values_J) for values_J in _normalized_together(step_rewards_G)]
 
 
 def _normalized_together(step_rewards_G: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -320,27 +273,3 @@ def _normalized_by_place(values_G: Sequence[torch.Tensor]) -> list[torch.Tensor]
 
 def _sums_to_go(values_J: torch.Tensor) -> torch.Tensor:
     return values_J.flip(0).cumsum(0).flip(0)
-
-
-def _check_steps(index: int, rewards_J: torch.Tensor, ends_J: torch.Tensor, length: int) -> None:
-    where = f"from_step_rewards: rollout {index}"
-    if rewards_J.ndim != 1 or rewards_J.shape != ends_J.shape:
-        raise ValueError(
-            f"{where} has step_rewards of shape {tuple(rewards_J.shape)} and step_ends of shape "
-            f"{tuple(ends_J.shape)}; must be one reward and one end for every step"
-        )
-    if not bool(rewards_J.isfinite().all()):
-        raise ValueError(f"{where} has step_rewards {rewards_J.tolist()}; must be finite")
-    ends = [0, *ends_J.tolist()]
-    if any(end <= before for before, end in itertools.pairwise(ends)):
-        raise ValueError(f"{where} has step_ends {ends[1:]}; must increase and begin at 1 or later")
-    if ends[-1] > length:
-        raise ValueError(f"{where} has a step that ends at {ends[-1]}; must be within its {length} tokens")
-
-
-def _spread(sums_J: torch.Tensor, ends_J: torch.Tensor, length: int) -> torch.Tensor:
-    """Return, for each token [T], the value of the first step that ends after its position, otherwise 0."""
-    advantages_T = sums_J.new_zeros(length)
-    for total, (start, end) in zip(sums_J, itertools.pairwise([0, *ends_J.tolist()]), strict=True):
-        advantages_T[start:end] = total
-    return advantages_T

@@ -54,11 +54,9 @@ from .ledger_reading import read_ledger as read_ledger
 from .ledger_state import Contradiction as Contradiction
 from .ledger_state import LedgerState as LedgerState
 from .ledger_state import Place as Place
-from .prompts import AGE_REASONS as AGE_REASONS
 from .prompts import ATTEMPT_STRIDE as ATTEMPT_STRIDE
 from .prompts import LengthHistory as LengthHistory
 from .prompts import Submissions as Submissions
-from .ready_groups import BatchLine as BatchLine
 from .ready_groups import Deadlines as Deadlines
 from .ready_groups import EarliestDeadlineFirst as EarliestDeadlineFirst
 from .ready_groups import known_reference as known_reference

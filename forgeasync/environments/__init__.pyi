@@ -133,7 +133,6 @@ from .sessions.dialect import MAX_UNKNOWN_NAMES as MAX_UNKNOWN_NAMES
 from .sessions.dialect import shown as shown
 from .sessions.responses import Responses as Responses
 from .sessions.session import Attempt as Attempt
-from .sessions.session import KeyReused as KeyReused
 from .sessions.session import MAX_COMMENT_CHARS as MAX_COMMENT_CHARS
 from .sessions.session import Sampling as Sampling
 from .sessions.session import Samplings as Samplings

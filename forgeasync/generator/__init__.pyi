@@ -21,7 +21,6 @@ from .engine import GPU_WORKER_EXTENSION as GPU_WORKER_EXTENSION
 from .engine import NothingTimed as NothingTimed
 from .engine_weights import AdapterMerger as AdapterMerger
 from .engine_weights import EngineWeights as EngineWeights
-from .engine_weights import MAX_REASONS as MAX_REASONS
 from .engine_weights import WeightRoute as WeightRoute
 from .engine_weights import check_traces as check_traces
 from .engine_weights import merged_layout as merged_layout

@@ -32,7 +32,6 @@ from .judge import messages as messages
 from .judge import read_verdict as read_verdict
 from .limited import TokenBucket as TokenBucket
 from .math_answers import judge_answer as judge_answer
-from .math_answers import last_boxed as last_boxed
 from .process_rewards import StepTokenizer as StepTokenizer
 from .process_rewards import score_of_steps as score_of_steps
 from .process_rewards import score_without_steps as score_without_steps

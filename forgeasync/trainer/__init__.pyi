@@ -75,7 +75,6 @@ from .step import MismatchTooLarge as MismatchTooLarge
 from .step import NonFiniteWeights as NonFiniteWeights
 from .step import SpikeRule as SpikeRule
 from .step import StepJudge as StepJudge
-from .step import agree_on_problem as agree_on_problem
 from .step import describe_non_finite as describe_non_finite
 from .step import describe_row as describe_row
 from .step import merge_step_results as merge_step_results
@@ -89,5 +88,4 @@ from .workarounds.attention import attend as attend
 from .workarounds.attention import packed_sequences as packed_sequences
 from .workarounds.attention import part_metadata as part_metadata
 from .workarounds.experts import TrainingDtypeExperts as TrainingDtypeExperts
-from .workarounds.experts import grouped_mm as grouped_mm
 from .workarounds.rms_norm import CpuRMSNorm as CpuRMSNorm

@@ -260,3 +260,20 @@ def test_aggregations_of_a_batch_and_of_its_pieces(seed: int) -> None:
 def test_bad_parameters_are_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_tokens_without_a_behavior_logprob_neither_overflow_nor_count() -> None:
+    logprobs_T = torch.tensor([-1.0, -200.0], requires_grad=True)
+    row = RowTokens(
+        logprobs_T=logprobs_T,
+        behavior_logprobs_T=torch.tensor([-1.0, -1e9]),
+        advantages_T=torch.ones(2),
+        ages_T=torch.zeros(2, dtype=torch.long),
+        mask_T=torch.tensor([True, False]),
+        sequence_ids_T=torch.zeros(2, dtype=torch.long),
+        sample_weights_T=torch.ones(2),
+    )
+    losses_T, sums = PpoClip()(row)
+    losses_T[0].backward()
+    assert torch.isfinite(losses_T).all() and logprobs_T.grad.tolist() == [-1.0, 0.0]
+    assert sums["objective/clipped_share"].item() == 0

@@ -10,7 +10,14 @@ from monarch.actor import ActorError
 
 from forgeasync.buffer import DropReason
 from forgeasync.config import SamplingSection, TimeoutSection
-from forgeasync.runtime import CancelledGroup, GroupGivenUp, RefusedGroup, ReplicaState, router, slow_replicas
+from forgeasync.runtime import (
+    CancelledGroup,
+    GroupGivenUp,
+    RefusedGroup,
+    ReplicaState,
+    replica_states,
+    router,
+)
 from forgeasync.waiting import DeadlineExceeded
 from tests.support.loops import Endpoint
 from tests.support.replicas import ReplicaWorld, generators_of
@@ -191,8 +198,8 @@ async def test_what_a_lost_generator_has_left_is_freed(tmp_path: Path) -> None:
 
 
 async def test_one_that_is_slow_gets_no_groups_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_replicas, "SUSPECT_S", 0.1)
-    monkeypatch.setattr(slow_replicas, "REPLACE_S", 3600.0)
+    monkeypatch.setattr(replica_states, "SUSPECT_S", 0.1)
+    monkeypatch.setattr(replica_states, "REPLACE_S", 3600.0)
     async with generators_of(("a", "a"), slow_factor=3.0) as world:
         world.generators[0].step_s, world.generators[1].step_s = 0.01, 0.05
         groups = [sample(world, group) for group in (1, 2)]
@@ -201,7 +208,7 @@ async def test_one_that_is_slow_gets_no_groups_and_is_replaced(monkeypatch: pyte
         groups += [sample(world, group) for group in (3, 4)]
         await world.until(lambda: len(running(world)) == 4)
         assert sorted(running(world).values()) == [0, 0, 0, 1], "a suspect gets no new groups"
-        monkeypatch.setattr(slow_replicas, "REPLACE_S", 0.2)
+        monkeypatch.setattr(replica_states, "REPLACE_S", 0.2)
         await world.until(lambda: world.state(1) is ReplicaState.DEAD)
         await replaced(world)
         await world.until(lambda: sum(group in running(world) for group in (1, 2, 3, 4)) == 4)

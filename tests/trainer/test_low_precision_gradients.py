@@ -5,8 +5,6 @@ room for the roundings of values that one layer hands to the next, and for no su
 """
 
 import dataclasses
-from collections.abc import Sequence
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -29,7 +27,7 @@ from forgeasync.trainer import (
 from forgeasync.trainer import logprobs as logprobs_module
 from tests.support.config_samples import FACTS
 from tests.support.live_tensors import LiveTensors
-from tests.trainer.test_kept_logprobs import definition
+from tests.support.references import ALWAYS_GATHER, NEVER_GATHER
 
 VOCAB_SIZE, DIM, NUM_TARGETS = 2048, 128, 256
 
@@ -44,34 +42,8 @@ def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return float((ours.double() - exact).norm() / exact.norm())
 
 
-def assert_near(
-    out: torch.Tensor,
-    right: torch.Tensor,
-    ours: Sequence[torch.Tensor],
-    exact: Sequence[torch.Tensor],
-    grad: torch.Tensor,
-    *,
-    bound: float,
-    of_gradients: float | None = None,
-) -> None:
-    """The output, and the gradients of all leaves for this one of the output."""
-    assert error(out, right) < bound
-    found = torch.autograd.grad(out, ours, grad)
-    for one, wanted in zip(found, torch.autograd.grad(right, exact, grad.double()), strict=True):
-        assert error(one, wanted) < (of_gradients or bound)
-
-
 def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape) * scale).bfloat16()
-
-
-def random_weights(module: torch.nn.Module) -> torch.nn.Module:
-    """The module in bfloat16."""
-    module = module.bfloat16()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    return module
 
 
 def factors(num: int, sign: str) -> torch.Tensor:
@@ -112,6 +84,16 @@ KEPT_SETS = {
 }
 
 
+def exact_logprobs(
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, tokens: list[int], sets: list[list[int]]
+) -> torch.Tensor:
+    is_kept_TV = torch.zeros(len(sets), len(weight_VD), dtype=torch.bool)
+    for token, kept in enumerate(sets):
+        is_kept_TV[token, kept or slice(None)] = True
+    logits_TV = (hidden_TD @ weight_VD.T).masked_fill(~is_kept_TV, -torch.inf)
+    return logits_TV.log_softmax(-1)[torch.arange(len(tokens)), tokens]
+
+
 def offsets_and_ids(sets: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     widths = torch.tensor([0, *map(len, sets)])
     return widths.cumsum(0), torch.tensor([one for kept in sets for one in kept], dtype=torch.int32)
@@ -133,11 +115,11 @@ def test_the_output_layer(
     tokens = [(kept or range(VOCAB_SIZE))[torch.randint(len(kept) or VOCAB_SIZE, ())] for kept in sets]
     ours, exact = leaves(normal(NUM_TARGETS, DIM), normal(VOCAB_SIZE, DIM, scale=DIM**-0.5))
     factors_T = factors(NUM_TARGETS, sign)
-    case = (torch.tensor(tokens), *offsets_and_ids(sets))
-    found = chunked_predictions(*ours, *case, chunk_tokens=chunk_tokens).logprobs_T
-    assert found.dtype is torch.float32
+    found = chunked_predictions(
+        *ours, torch.tensor(tokens), *offsets_and_ids(sets), chunk_tokens=chunk_tokens
+    ).logprobs_T
     hidden, weight = torch.autograd.grad((found * factors_T).sum(), ours)
-    logprobs_T, _ = definition(*exact, *case)
+    logprobs_T = exact_logprobs(*exact, tokens, sets)
     exact_hidden, exact_weight = torch.autograd.grad((logprobs_T * factors_T).sum(), exact)
     assert error(hidden, exact_hidden) < 0.006
     assert error(weight, exact_weight) < 0.006
@@ -145,6 +127,15 @@ def test_the_output_layer(
     shared = sorted(range(VOCAB_SIZE), key=lambda row: -float(exact_weight[row].norm()))[:16]
     assert error(weight[shared], exact_weight[shared]) < 0.006
     assert max(error(weight[row], exact_weight[row]) for row in shared) < 0.012
+
+
+def test_sets_of_one_id_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs_module, "GATHER_COST", ALWAYS_GATHER)
+    ours, _ = leaves(normal(NUM_TARGETS, DIM), normal(VOCAB_SIZE, DIM))
+    sets = [[3 + token % 5] for token in range(NUM_TARGETS)]
+    tokens = torch.tensor(sets).squeeze(1)
+    found = chunked_predictions(*ours, tokens, *offsets_and_ids(sets), chunk_tokens=32).logprobs_T
+    assert not any(gradient.any() for gradient in torch.autograd.grad(found.sum(), ours))
 
 
 @SIGNS
@@ -166,7 +157,7 @@ def test_terms_over_the_full_vocabulary(has_sets: bool, sign: str) -> None:
     found = head(hidden, targets, 1.0, False)
     loss = (found.logprobs_T * factors_T).sum() + (found.asked_TK * factors_TK).sum()
     ours = torch.autograd.grad(loss, (hidden, head.weight))
-    logprobs_T, _ = definition(*exact, tokens, offsets, ids)
+    logprobs_T = exact_logprobs(*exact, tokens.tolist(), sets)
     logprobs_TK = (exact[0] @ exact[1].T).log_softmax(-1).gather(1, asked_TK)
     loss = (logprobs_T * factors_T).sum() + (logprobs_TK * factors_TK).sum()
     for one, right in zip(ours, torch.autograd.grad(loss, exact), strict=True):
@@ -206,7 +197,10 @@ MOE_FACTS = dataclasses.replace(FACTS, num_experts=16, top_k=8)
 def make_moe() -> MoE:
     moe = titan_config(MOE_FACTS).layers[0].moe.build()
     moe._init_self_buffers()
-    return random_weights(moe)
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    return moe.bfloat16()
 
 
 def exact_moe(
@@ -218,7 +212,7 @@ def exact_moe(
     ids_LK: torch.Tensor,
 ) -> torch.Tensor:
     scores_LK = (x_LD @ gate_ED.T).softmax(-1).gather(-1, ids_LK)
-    scores_LK = scores_LK / (scores_LK.sum(-1, keepdim=True) + 1e-20)
+    scores_LK = scores_LK / scores_LK.sum(-1, keepdim=True)
     inner_LEF = F.silu(torch.einsum("ld,efd->lef", x_LD, w1_EFD)) * torch.einsum("ld,efd->lef", x_LD, w3_EFD)
     out_LED = torch.einsum("lef,edf->led", inner_LEF, w2_EDF)
     chosen_LKD = out_LED.gather(1, ids_LK[..., None].expand(-1, -1, x_LD.shape[1]))
@@ -235,13 +229,20 @@ def test_an_moe_layer(is_replayed: bool, sign: str, seed: int) -> None:
     weights = [moe.router.gate.weight, *(getattr(moe.routed_experts.inner_experts, name) for name in names)]
     (x, *_), exact = leaves(normal(num_tokens, FACTS.hidden_size), *weights)
     grad = factors(num_tokens * FACTS.hidden_size, sign).view(num_tokens, -1).bfloat16()
-    ids_LK = moe.router(x[None])[1][0]
     if is_replayed:
         ids_LK = torch.stack([torch.randperm(16)[:8] for _ in range(num_tokens)])
-    with moe.router.replay(ids_LK[None]) if is_replayed else nullcontext():
+        with moe.router.replay(ids_LK[None]):
+            out = moe(x[None])[0]
+    else:
+        ids_LK = moe.router(x[None])[1][0]
         out = moe(x[None])[0]
     right = exact_moe(*exact, ids_LK)
-    assert_near(out, right, [x, *weights], exact, grad, bound=0.006, of_gradients=0.008)
+    assert error(out, right) < 0.006
+    found = torch.autograd.grad(out, [x, *weights], grad)
+    bounds = [0.006, 0.008, 0.006, 0.006, 0.006]
+    gradients = torch.autograd.grad(right, exact, grad.double())
+    for one, wanted, bound in zip(found, gradients, bounds, strict=True):
+        assert error(one, wanted) < bound
 
 
 @SEEDS
@@ -269,13 +270,17 @@ def test_adapters_of_a_linear_layer(sign: str, seed: int) -> None:
     torch.manual_seed(seed)
     converter = LoRAConverter.Config(rank=5, alpha=10.0, target_modules=["linear"]).build()
     linear = converter._make_lora_config(Linear.Config(in_features=96, out_features=64, param_init={}))
-    layer = random_weights(linear.build())
+    layer = linear.build().bfloat16()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
     weights = [layer.lora_a.weight, layer.lora_b.weight]
-    (x, *_), exact = leaves(normal(1500, 96), *weights)
-    x64, a64, b64 = exact
+    (x, *_), (x64, a64, b64) = leaves(normal(1500, 96), *weights)
     grad = factors(1500 * 64, sign).view(1500, 64).bfloat16()
     right = x64 @ layer.weight.double().T + 2.0 * (x64 @ a64.T) @ b64.T
-    assert_near(layer(x), right, [x, *weights], exact, grad, bound=0.006)
+    found = torch.autograd.grad(layer(x), [x, *weights], grad)
+    for one, wanted in zip(found, torch.autograd.grad(right, (x64, a64, b64), grad.double()), strict=True):
+        assert error(one, wanted) < 0.006
 
 
 @SEEDS
@@ -294,7 +299,10 @@ def test_adapters_of_experts(sign: str, seed: int) -> None:
         scaling=2.0,
         param_init={},
     ).build()
-    experts = random_weights(experts)
+    experts = experts.bfloat16()
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
     counts = [900, 0, 7, 400]
     parameters = dict(experts.named_parameters())
     (x, *_), exact = leaves(normal(sum(counts), 64), *parameters.values())
@@ -311,7 +319,10 @@ def test_adapters_of_experts(sign: str, seed: int) -> None:
     right = torch.cat(parts)
     grad = factors(right.numel(), sign).view_as(right).bfloat16()
     out = experts(x, torch.tensor(counts))
-    assert_near(out, right, [x, *parameters.values()], exact, grad, bound=0.008, of_gradients=0.01)
+    assert error(out, right) < 0.008
+    found = torch.autograd.grad(out, [x, *parameters.values()], grad)
+    for one, wanted in zip(found, torch.autograd.grad(right, exact, grad.double()), strict=True):
+        assert error(one, wanted) < 0.01
 
 
 # Attention, norms, embedding
@@ -339,7 +350,11 @@ def test_attention_over_packed_sequences(
         scores = torch.einsum("qnh,knh->nqk", q, k) * size**-0.5
         scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
         outs.append(torch.einsum("nqk,knh->qnh", scores.softmax(-1), v))
-    assert_near(out, torch.cat(outs), ours, exact, grad, bound=0.004, of_gradients=0.003)
+    right = torch.cat(outs)
+    assert error(out, right) < 0.004
+    found = torch.autograd.grad(out, ours, grad)
+    for one, wanted in zip(found, torch.autograd.grad(right, exact, grad.double()), strict=True):
+        assert error(one, wanted) < 0.003
 
 
 @SEEDS
@@ -355,7 +370,11 @@ def test_norms(num_tokens: int, sign: str, seed: int) -> None:
     grad = factors(num_tokens * 128, sign).view_as(x)
     grad = (grad * x.detach().sign() if sign == "one sign" else grad).bfloat16()
     right = exact[0] * (exact[0].square().mean(-1, keepdim=True) + 1e-6).rsqrt() * exact[1]
-    assert_near(norm(x), right, (x, norm.weight), exact, grad, bound=0.004)
+    out = norm(x)
+    found = [out, *torch.autograd.grad(out, (x, norm.weight), grad)]
+    wanted = [right, *torch.autograd.grad(right, exact, grad.double())]
+    for one, other in zip(found, wanted, strict=True):
+        assert error(one, other) < 0.004
 
 
 @SEEDS
