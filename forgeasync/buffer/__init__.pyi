@@ -54,6 +54,7 @@ from .ledger_reading import read_ledger as read_ledger
 from .ledger_state import Contradiction as Contradiction
 from .ledger_state import LedgerState as LedgerState
 from .ledger_state import Place as Place
+from .prompts import AGE_REASONS as AGE_REASONS
 from .prompts import ATTEMPT_STRIDE as ATTEMPT_STRIDE
 from .prompts import LengthHistory as LengthHistory
 from .prompts import Submissions as Submissions

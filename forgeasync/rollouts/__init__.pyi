@@ -49,8 +49,6 @@ from .rollout import VersionSpan as VersionSpan
 from .rollout import failed_outcome as failed_outcome
 from .rollout import record_of as record_of
 from .rollout import spanned as spanned
-from .row_plan import padded_length as padded_length
-from .row_plan import plan_rows as plan_rows
 from .run_folder import create_run_folder as create_run_folder
 from .run_folder import remove_own_folders as remove_own_folders
 from .run_folder import remove_run_folder as remove_run_folder
@@ -103,6 +101,8 @@ from .trajectory import SampledTokens as SampledTokens
 from .trajectory import SampledTurn as SampledTurn
 from .trajectory import Trajectory as Trajectory
 from .trajectory import branches as branches
+from .trajectory import padded_length as padded_length
+from .trajectory import plan_rows as plan_rows
 
 # Only tests import these.
 from .in_flight import MAGIC as MAGIC

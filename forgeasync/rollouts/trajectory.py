@@ -15,15 +15,19 @@ The trainer gets each branch, the path to a turn that no other follows, as one s
 branches trains with the first of them. On the others, its tokens are attended to like given ones. So every
 sampled token trains exactly once.
 
+``plan_rows`` packs the sequences of a batch into rows, and assigns rows to data-parallel ranks.
+
 Shape suffixes: T tokens of one request's output, or of the response of a branch; S tokens of a path; R of
 them with a routing record, M MoE layers, K top-k.
 """
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from forgeasync.config import ROW_ALIGNMENT
 from forgeasync.rollouts.rollout import FinishReason, Rollout, VersionRange, VersionSpan
 from forgeasync.rollouts.token_records import KeptTokens, RoutedExperts, all_kept, concatenate_kept_tokens
 
@@ -340,3 +344,45 @@ def _add_span(spans: list[VersionSpan], version: int, start: int, end: int) -> N
         spans[-1] = VersionSpan(version=version, start=last.start, end=end)
     else:
         spans.append(VersionSpan(version=version, start=start, end=end))
+
+
+def padded_length(num_tokens: int) -> int:
+    """Return the length of a row of ``num_tokens`` tokens, padded to a multiple of ``ROW_ALIGNMENT``."""
+    return max(1, -(-num_tokens // ROW_ALIGNMENT)) * ROW_ALIGNMENT
+
+
+def plan_rows(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int) -> list[list[list[int]]]:
+    """Assign sequences to rows and rows to ranks. ``plan[microbatch][rank]`` lists indices of sequences.
+
+    Puts the longest sequences first, each into the row with the fewest tokens. The number of rows is the
+    smallest multiple of ``num_ranks`` with which this succeeds. Ranks get nearly equal work, and every rank
+    gets the same number of microbatches. Deterministic, and depends on lengths alone.
+
+    Raises:
+        ValueError: A sequence is longer than a row.
+    """
+    for index, length in enumerate(lengths):
+        if length > tokens_per_row:
+            raise ValueError(
+                f"sequence {index} has {length} tokens, more than trainer.tokens_per_row = {tokens_per_row}"
+            )
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    num_microbatches = max(1, -(-sum(lengths) // (tokens_per_row * num_ranks)))
+    while (rows := _fill(order, lengths, tokens_per_row, num_microbatches * num_ranks)) is None:
+        num_microbatches += 1
+    return [rows[i * num_ranks : (i + 1) * num_ranks] for i in range(num_microbatches)]
+
+
+def _fill(
+    order: Sequence[int], lengths: Sequence[int], tokens_per_row: int, num_rows: int
+) -> list[list[int]] | None:
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    # Heap of (number of tokens, index) of each row; the emptiest row comes first.
+    emptiest = [(0, row) for row in range(num_rows)]
+    for index in order:
+        used, row = emptiest[0]
+        if used + lengths[index] > tokens_per_row:
+            return None
+        rows[row].append(index)
+        heapq.heapreplace(emptiest, (used + lengths[index], row))
+    return rows

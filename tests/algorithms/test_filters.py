@@ -151,6 +151,10 @@ def test_resampling_keeps_the_proportion(num_positive: int) -> None:
     assert sum(found.rewards) == (7 if num_positive == 15 else half_up)
 
 
+def test_resampling_of_a_small_group_keeps_it() -> None:
+    assert run(ResampleOnCorrect(num_kept=4), group([1.0, 1.0, 0.0])).kept == (0, 1, 2)
+
+
 def inclusion(weights: list[float], num: int) -> list[float]:
     """Probability of each of ``weights`` to be among ``num`` successive draws, over all their orders."""
     total = [0.0] * len(weights)

@@ -12,6 +12,7 @@ import pytest
 
 from apps.grpo import GrpoRun
 from forgeasync.buffer import (
+    AGE_REASONS,
     START,
     Batch,
     BufferSnapshot,
@@ -19,6 +20,7 @@ from forgeasync.buffer import (
     Committed,
     DropReason,
     NothingTrains,
+    StarvationDetector,
     Submission,
     Update,
 )
@@ -195,6 +197,27 @@ def test_the_trainer_rejects_old_tokens_where_ages_are_of_tokens(
     fleet.install(monkeypatch)
     asyncio.run(start_roles(config, make_prepared(config), fleet, Recorder.console, RunDir(path=tmp_path)))
     assert fleet.max_token_age == (3 if age_of is AgeOf.TOKEN else None)
+
+
+def test_what_came_through_ends_a_row_and_age_and_filters_do_not_count() -> None:
+    watch = StarvationDetector(3)
+    for reason in (DropReason.BAD_RECORD, DropReason.BAD_RECORD):
+        watch.given_up(reason, "before")
+    watch.came_through()
+    watch.given_up(DropReason.UNSCORED, "the first")
+    for reason in (*AGE_REASONS, DropReason.FILTERED) * 2:
+        watch.given_up(reason, "no matter")
+    watch.given_up(DropReason.OVERSIZED, "the second")
+    with pytest.raises(NothingTrains) as raised:
+        watch.given_up(DropReason.BAD_RECORD, "the third")
+    assert str(raised.value) == (
+        "3 groups in a row were given up (1 unscored, 1 oversized, 1 bad_record; limit "
+        "buffer.max_given_up_in_a_row = 3); the first: the first"
+    )
+    with pytest.raises(NothingTrains, match="1 groups in a row"):
+        StarvationDetector(1).given_up(DropReason.BAD_RECORD, "at once")
+    with pytest.raises(AssertionError):
+        StarvationDetector(0)
 
 
 def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones() -> None:

@@ -7,7 +7,7 @@ import pytest
 from forgeasync.buffer import LoadController, ReplayBuffer
 from forgeasync.config import BufferSection, ScorerSection, StaleGroups
 from forgeasync.plugins.simulator import Prediction, run, simulate
-from forgeasync.rollouts import PayloadBudget, row_plan
+from forgeasync.rollouts import PayloadBudget, plan_rows
 from forgeasync.runtime import ReplicaTable
 from forgeasync.scoring import Dispatcher
 from forgeasync.weights import Manifest, WeightLedger
@@ -39,7 +39,7 @@ def _worst_replica(self: ReplicaTable, num_rollouts: int) -> int | None:
 
 
 def _one_row_more(lengths: list[int], *, tokens_per_row: int, num_ranks: int) -> list[list[list[int]]]:
-    plan = row_plan.plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks)
+    plan = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks)
     return [*plan, [[]] * num_ranks]
 
 
