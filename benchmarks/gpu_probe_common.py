@@ -237,9 +237,9 @@ def open_trainer_package(device: Device, report: Report) -> None:
         report.put(packages_without_their_init=missing)
     if "forgeasync.trainer" in missing:
         # The one name in it that others import.
-        device_type = types.ModuleType("forgeasync.models.workarounds.titan_cpu")
+        device_type = types.ModuleType("forgeasync.models.workarounds.titan_utils")
         device_type.DEVICE_TYPE = device.kind
-        sys.modules["forgeasync.models.workarounds.titan_cpu"] = device_type
+        sys.modules["forgeasync.models.workarounds.titan_utils"] = device_type
 
 
 def _front_alone(name: str) -> types.ModuleType:

@@ -36,9 +36,10 @@ from .tokenizer import NUM_CHARACTER_TOKENS as NUM_CHARACTER_TOKENS
 from .tokenizer import build_tokenizer as build_tokenizer
 from .tokenizer import character_tokenizer as character_tokenizer
 from .tokenizer import save_tokenizer as save_tokenizer
-from .workarounds.titan_cpu import DEVICE_TYPE as DEVICE_TYPE
-from .workarounds.titan_cpu import allow_gloo_reduction as allow_gloo_reduction
-from .workarounds.titan_cpu import unpin_offloaded as unpin_offloaded
+from .workarounds.titan_utils import DEVICE_TYPE as DEVICE_TYPE
+from .workarounds.titan_utils import allow_gloo_reduction as allow_gloo_reduction
+from .workarounds.titan_utils import choose_flash_attention as choose_flash_attention
+from .workarounds.titan_utils import unpin_offloaded as unpin_offloaded
 
 # Only tests import these.
 from .facts import MAX_PROBLEMS as MAX_PROBLEMS

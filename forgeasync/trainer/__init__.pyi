@@ -88,4 +88,5 @@ from .workarounds.attention import attend as attend
 from .workarounds.attention import packed_sequences as packed_sequences
 from .workarounds.attention import part_metadata as part_metadata
 from .workarounds.experts import TrainingDtypeExperts as TrainingDtypeExperts
+from .workarounds.experts import grouped_mm as grouped_mm
 from .workarounds.rms_norm import CpuRMSNorm as CpuRMSNorm

@@ -23,10 +23,10 @@ from forgeasync.models import (
     FAMILIES,
     LINEAR_INIT,
     allow_gloo_reduction,
+    choose_flash_attention,
     norm_config,
     unpin_offloaded,
 )
-from forgeasync.models.workarounds import flash_attention
 from forgeasync.trainer.logprobs import Predictions, Targets, chunked_predictions
 from forgeasync.trainer.lora import initialize_adapters, store_base_in, with_adapters
 from forgeasync.trainer.replay_router import ReplayRouter
@@ -177,7 +177,7 @@ def build_parallel_model(
         dtype="float32",
         enable_cpu_offload=section.cpu_offload,
     )
-    flash_attention.choose(section.flash_attention)
+    choose_flash_attention(section.flash_attention)
     model_config = titan_config(facts, context=section.parallel.context)
     model_config.update_from_config(config=_TitanRun(parallelism=parallelism, training=training))
     head = model_config.lm_head

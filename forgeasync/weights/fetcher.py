@@ -14,15 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from forgeasync.weights.layout import (
-    BLOCK_BYTES,
-    SEGMENT_BYTES,
-    Manifest,
-    RankLayout,
-    WeightLayout,
-    block_range,
-    checksum,
-)
+from forgeasync.weights.layout import SEGMENT_BYTES, RankLayout, WeightLayout
+from forgeasync.weights.ledger import BLOCK_BYTES, Manifest, block_range, checksum
 from forgeasync.weights.staging import SharedFile
 from forgeasync.weights.transports.transport import ByteRange, Transport
 

@@ -14,16 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from forgeasync.weights.layout import (
-    Box,
-    NamedWeight,
-    StagedShard,
-    assign_boxes,
-    lay_out,
-    local_shard,
-    shard_box,
-)
-from forgeasync.weights.staging import NUM_SLOTS, SlotWrite, StagingBuffers, staging_file
+from forgeasync.weights.layout import Box, NamedWeight, assign_boxes, lay_out, local_shard, shard_box
+from forgeasync.weights.ledger import NUM_SLOTS, StagedShard
+from forgeasync.weights.staging import SlotWrite, StagingBuffers, staging_file
 from forgeasync.weights.transports.transport import RankStaging, StagingSource, Transport
 
 

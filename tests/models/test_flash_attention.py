@@ -10,7 +10,7 @@ from torchtitan.models.common.attention import VarlenAttention
 
 from forgeasync.config import FlashAttention, OptimizerSection, TrainerSection
 from forgeasync.models import SHIPPED_MODELS, read_model_facts
-from forgeasync.models.workarounds import flash_attention
+from forgeasync.models.workarounds import titan_utils
 from forgeasync.trainer import model as trainer_model
 
 FACTS = read_model_facts(str(SHIPPED_MODELS / "Qwen--Qwen3-30B-A3B"))
@@ -18,7 +18,7 @@ FACTS = read_model_facts(str(SHIPPED_MODELS / "Qwen--Qwen3-30B-A3B"))
 
 @pytest.fixture(autouse=True)
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    flash_attention._is_installed.cache_clear()
+    titan_utils._is_installed.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(trainer_model, "DEVICE_TYPE", "cuda")
 
@@ -57,8 +57,8 @@ def test_an_installed_kernel_is_taken(
 def test_the_trainers_section_decides(
     monkeypatch: pytest.MonkeyPatch, activated: list[str], choice: FlashAttention
 ) -> None:
-    """On a Hopper with FA3 and FA4 installed; runtime/gpu_checks.py refuses what does not fit a GPU."""
-    monkeypatch.setattr(flash_attention, "_choice", FlashAttention.AUTO)
+    """On a Hopper with FA3 and FA4 installed; runtime/host_checks.py refuses what does not fit a GPU."""
+    monkeypatch.setattr(titan_utils, "_choice", FlashAttention.AUTO)
 
     class Built(Exception):
         pass

@@ -20,7 +20,7 @@ from forgeasync.models import (
     parse_model_facts,
 )
 from forgeasync.models import facts as facts_module
-from forgeasync.models.workarounds import flash_attention
+from forgeasync.models.workarounds import titan_utils
 from forgeasync.planning import dry_run_report, groups_outstanding, least_bytes, memory_plan
 from forgeasync.trainer import model as trainer_model
 from tests.support.config_samples import CONFIGS
@@ -121,7 +121,7 @@ def test_dry_run_and_model_on_a_pretended_hopper(
     reports = []
     for pretends in (False, True):
         if pretends:
-            flash_attention._is_installed.cache_clear()
+            titan_utils._is_installed.cache_clear()
             monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
             monkeypatch.setattr(trainer_model, "DEVICE_TYPE", "cuda")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from forgeasync.weights.layout import BLOCK_BYTES
+from forgeasync.weights.ledger import BLOCK_BYTES
 from forgeasync.weights.staging import SharedFile
 from forgeasync.weights.transports.transport import Arrived, ByteRange, RankSource, RankStaging, Transport
 

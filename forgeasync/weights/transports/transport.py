@@ -15,7 +15,8 @@ import torch
 
 from forgeasync.config import BUILT_IN_TRANSPORTS, LocalLauncher, RunConfig, TransportChoice, WeightsSection
 from forgeasync.schema import Problem, PythonCode, load_code
-from forgeasync.weights.layout import BLOCK_BYTES, SEGMENT_BYTES, WeightLayout
+from forgeasync.weights.layout import SEGMENT_BYTES, WeightLayout
+from forgeasync.weights.ledger import BLOCK_BYTES
 
 if TYPE_CHECKING:
     # Importing Monarch starts threads, and many processes that use this module do not need it.
