@@ -10,8 +10,8 @@ again. The states of a group are
                   +------------+--> lost: dropped with a reason, or its prompt submitted again
 
 The policies bound the age at which a group trains. docs/off_policy.md states and proves the bound, and
-tests/buffer/test_replay_buffer_histories.py looks for counterexamples. An event costs at most O(log n) for n groups;
-most events cost O(1).
+tests/buffer/test_replay_buffer_histories.py looks for counterexamples. An event costs at most O(log n) for n
+groups; most events cost O(1).
 """
 
 import dataclasses
