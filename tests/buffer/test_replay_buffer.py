@@ -160,6 +160,69 @@ def test_window_holds_back_what_overtakes_by_too_much() -> None:
     assert taken(world) == [3]
 
 
+def test_two_stragglers_are_not_left_to_share_one_last_step() -> None:
+    # Groups 0 and 1 started at version 0 and may be trained on at step 2 at the latest, one per step: step 1
+    # must not go to group 3, though it is complete.
+    world = make_world(1, 2)
+    started(world)
+    complete(world, 2)
+    assert taken(world) == [2]
+    world.serve(1)
+    # What runs has not begun to decode: it counts from version 1 now, and nothing has to be waited for.
+    for group_id in (0, 1):
+        world.decode(group_id)
+    assert started(world) == [3]
+    complete(world, 3)
+    world.take()
+    world.serve(2)
+    assert started(world) == [4]
+    complete(world, 4)
+    assert taken(world) is None, "groups 0 and 1 have steps 2 and 3 left"
+    complete(world, 1)
+    assert taken(world) == [1]
+
+
+def test_expired_group_at_the_head_of_the_window_holds_nothing_back() -> None:
+    world = make_dropping_world(2, 1, accounting=windowed(3))
+    assert started(world) == [0, 1, 2, 3]
+    world.decode(0)
+    complete(world, 1, 2)
+    assert taken(world) == [1, 2]
+    world.decode(3)
+    world.serve(1)
+    assert started(world) == [4, 5]
+    complete(world, 4, 5)
+    assert taken(world) is None, "0, 3 and 4 are the window, and 0 and 3 are under way"
+    complete(world, 3)
+    assert taken(world) == [3, 4]
+    assert world.cancellable == {0}
+    world.serve(2)
+    assert started(world) == [6, 7]
+    world.decode(6)
+    complete(world, 7)
+    assert taken(world) == [5, 7], "the window is 5, 6 and 7: 0 is too old to wait for"
+
+
+def test_expired_group_that_turns_out_younger_can_train_whatever_the_window() -> None:
+    world = make_dropping_world(1, 1, accounting=windowed(2), age_of=AgeOf.NEWEST_TOKEN)
+    assert started(world) == [0, 1]
+    world.end_one(0)
+    complete(world, 1)
+    assert taken(world) == [1]
+    world.serve(1)
+    assert started(world) == [2]
+    complete(world, 2)
+    assert taken(world) == [2]
+    assert world.cancellable == {0}, "one of its rollouts ended under version 0"
+    world.serve(2)
+    assert started(world) == [3]
+    sampling = world.sampling[0]
+    sampling.ended.clear()
+    world.finish(0)
+    world.score(0)
+    assert taken(world) == [0], "both of its rollouts ended under version 2"
+
+
 def test_reference_versions_by_hand() -> None:
     two = (make_stored_rollout((3, 0, 1), (5, 1, 2), (6, 2, 5)), make_stored_rollout((4, 0, 3), (5, 3, 4)))
     assert reference_version(two, AgeOf.OLDEST_TOKEN) == 3

@@ -89,6 +89,25 @@ def test_without_age_a_step_waits_until_the_version_before_is_served() -> None:
     assert len(trainer.steps) == MAX_STEPS
 
 
+def test_an_evaluation_waits_until_its_version_is_staged() -> None:
+    trainer, recorder = HeldTrainer(), Recorder()
+    run = make_run(
+        make_config("max_off_policy_steps=2", "evaluation.every_steps=1", "evaluation.mode=pinned"),
+        trainer=trainer,
+        generators=Generators(2),
+        recorder=recorder,
+        held_out=[make_problem(10)],
+    )
+
+    async def body() -> None:
+        for version in range(1, MAX_STEPS + 1):
+            await let_others_run()
+            assert len(trainer.steps) == version == len(recorder.accuracies)
+            trainer.let_go[version].set()
+
+    run_loops(run, body)
+
+
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_a_failure_ends_the_run(has_begun: bool) -> None:
     """Before the copies have begun no further step is made."""
