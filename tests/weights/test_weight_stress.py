@@ -1,7 +1,7 @@
 """Every weight of version v is f(v): five hundred swaps under load, and no forward pass sees two versions.
 
 The engine runs in a process of its own together with the publisher; two further readers are stopped and
-killed at random, in the middle of their fetches too.
+killed, in the middle of their fetches too.
 """
 
 import asyncio
@@ -86,7 +86,7 @@ class Readers:
     ) -> None:
         self._publisher, self._exchange, self._seen, self._folder = publisher, exchange, seen, folder
         self._context = multiprocessing.get_context("spawn")
-        self._num_started = 0
+        self._num_started = self._num_reads = 0
         self._random = random.Random(0)
 
     def _start(self) -> tuple[Any, Any]:
@@ -120,17 +120,17 @@ class Readers:
     async def _read(self, process: Any, link: Any, manifest: Manifest) -> bool:
         """False if the reader was killed over it."""
         link.send(manifest)
-        dice = self._random.random()
-        if dice < 0.04 and self._seen.num_killed < 6:
+        self._num_reads += 1
+        if self._num_reads % 16 == 0 and self._seen.num_killed < 6:
             await asyncio.sleep(self._random.random() * 0.002)
             process.kill()
             self._seen.num_killed += 1
             return False
-        if dice < 0.10 and self._seen.num_complete:
+        if self._num_reads % 16 == 8 and self._seen.num_complete:
+            self._seen.num_stopped += 1
             os.kill(process.pid, signal.SIGSTOP)
             await asyncio.sleep(2 * LEASE_TIMEOUT_S)
             os.kill(process.pid, signal.SIGCONT)
-            self._seen.num_stopped += 1
         while not link.poll():
             await asyncio.sleep(0.002)
         version, is_complete, is_right = link.recv()
