@@ -128,12 +128,19 @@ def bytes_per_parameter(config: RunConfig) -> int:
 
 def checkpoint_bytes(config: RunConfig, facts: ModelFacts) -> int:
     """Return the estimated size of a checkpoint on disk in bytes, rather too large than too small."""
-    shapes = expected_shapes(facts)
-    if config.lora is None:
-        num_trained = sum(math.prod(shape) for shape in shapes.values())
-    else:
-        num_trained = num_adapter_parameters(facts, config.lora)
-    return bytes_per_parameter(config) * num_trained + OVERHEAD_BYTES * len(shapes)
+    return state_bytes(config, facts) + OVERHEAD_BYTES * len(expected_shapes(facts))
+
+
+def state_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the bytes of the arrays of a checkpoint: everything that is trained, with AdamW's moments."""
+    return bytes_per_parameter(config) * num_trained(config, facts)
+
+
+def num_trained(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the number of trained parameters: all of the model's, or those of the adapters."""
+    if config.lora is not None:
+        return num_adapter_parameters(facts, config.lora)
+    return sum(math.prod(shape) for shape in expected_shapes(facts).values())
 
 
 def export_bytes(config: RunConfig, facts: ModelFacts) -> int:

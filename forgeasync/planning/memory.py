@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from forgeasync.checkpoints import bytes_per_parameter
+from forgeasync.checkpoints import bytes_per_parameter, num_trained, state_bytes
 from forgeasync.config import (
     Dtype,
     LocalLauncher,
@@ -309,23 +309,15 @@ def checkpoint_copy_bytes(config: RunConfig, facts: ModelFacts) -> int:
 
     It is kept for the next checkpoint.
     """
-    return (
-        0 if config.checkpoint.every_steps is None else bytes_per_parameter(config) * _trained(config, facts)
-    )
+    return 0 if config.checkpoint.every_steps is None else state_bytes(config, facts)
 
 
 def offloaded_bytes(config: RunConfig, facts: ModelFacts) -> int:
     """Return the host memory of all ranks that ``trainer.cpu_offload`` needs, gradients included."""
     if not config.trainer.cpu_offload:
         return 0
-    per_parameter = bytes_per_parameter(config) + FLOAT32_BYTES
-    return config.trainer.parallel.data_replicate * per_parameter * _trained(config, facts)
-
-
-def _trained(config: RunConfig, facts: ModelFacts) -> int:
-    if config.lora is not None:
-        return num_adapter_parameters(facts, config.lora)
-    return count_parameters(facts).total
+    gradients = num_trained(config, facts) * FLOAT32_BYTES
+    return config.trainer.parallel.data_replicate * (state_bytes(config, facts) + gradients)
 
 
 def check_host_memory(config: RunConfig, facts: ModelFacts, *, host_bytes: int) -> Iterator[Problem]:

@@ -121,22 +121,6 @@ class ReplayRouter(TokenChoiceTopKRouter):
         return scores_BLK * self.route_scale
 
 
-def replay_config(router: TokenChoiceTopKRouter.Config) -> ReplayRouter.Config:
-    """Return the config of the same router with replay."""
-    return ReplayRouter.Config(
-        num_experts=router.num_experts,
-        gate=router.gate,
-        num_expert_groups=router.num_expert_groups,
-        num_limited_groups=router.num_limited_groups,
-        top_k=router.top_k,
-        score_func=router.score_func,
-        route_norm=router.route_norm,
-        route_scale=router.route_scale,
-        param_init=router.param_init,
-        sharding_config=router.sharding_config,
-    )
-
-
 def replay_routers(model: nn.Module) -> list[ReplayRouter]:
     """Return the model's routers, in the order of its layers."""
     return [module for module in model.modules() if isinstance(module, ReplayRouter)]

@@ -36,11 +36,6 @@ def algorithm(advantage: Advantage) -> AlgorithmSection:
     return AlgorithmSection(advantage=advantage, group_size=4, groups_per_step=2)
 
 
-def advantages_by_text(groups: list[Group], advantage: Advantage) -> dict[str, float]:
-    items = training_items(groups, [1.0] * len(groups), algorithm(advantage))
-    return {item.branch.text: item.advantages[0].value for item in items}
-
-
 def test_items_are_the_rollouts_in_their_order() -> None:
     groups = [make_group(0, (0.0, 1.0)), make_group(1, (1.0, 0.0, 3.0))]
     items = training_items(groups, [1.0, 2.5], algorithm(DrGrpo()))

@@ -251,20 +251,19 @@ class PackedAttention(FlexAttention):
         return out_BLNH[:, start : start + num_queries, :, :value_size]
 
 
-def _widened(x_BLNH: torch.Tensor, head_size: int) -> torch.Tensor:
+def _widened(x: torch.Tensor, head_size: int) -> torch.Tensor:
     # F.pad by 0 would copy.
-    missing = head_size - x_BLNH.shape[3]
-    return F.pad(x_BLNH, (0, missing)) if missing else x_BLNH
+    missing = head_size - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def with_equal_heads(
     attend: Callable[[torch.Tensor], torch.Tensor], q: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
     """Return ``attend(v)`` [..., V], with values padded to the size of queries if the kernel needs it."""
-    missing = q.shape[-1] - v.shape[-1]
-    if not missing or current_flash_attention_impl() not in (None, "FA2"):
+    if q.shape[-1] == v.shape[-1] or current_flash_attention_impl() not in (None, "FA2"):
         return attend(v)
-    return attend(F.pad(v, (0, missing)))[..., : v.shape[-1]]
+    return attend(_widened(v, q.shape[-1]))[..., : v.shape[-1]]
 
 
 class WholeRowAttention(VarlenAttention):
