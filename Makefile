@@ -3,7 +3,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-# The same number of threads everywhere: several procs share few cores.
+# The same number of threads everywhere: several processes share few cores.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 # Set-up compiles no modules, most of which nothing here imports: they stay compiled once they were imported.
@@ -89,11 +89,11 @@ demo-agent: environment models/tiny_tool_moe
 # in the order that tests/conftest.py gives them, the long ones first.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# What starts neither an engine nor procs: 4 minutes.
+# What starts neither an engine nor other processes: 4 minutes.
 test-fast: environment
-	$(PYTEST) -m "not engine and not procs and not exhaustive"
+	$(PYTEST) -m "not engine and not processes and not exhaustive"
 
-# One representative of everything that is promised: ten minutes.
+# One representative of everything that is promised: eight minutes.
 test: environment
 	$(PYTEST) -m "not exhaustive"
 

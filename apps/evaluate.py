@@ -73,20 +73,20 @@ async def evaluate(prepared: PreparedEvaluation, concurrency: int | None) -> Non
         if prepared.config.environment is not None:
             if (alarm := sandbox_warning(prepared.config.sandbox)) is not None:
                 console.alarm(alarm)
-        procs = ProcessManager(folder.logs.resolve())
+        processes = ProcessManager(folder.logs.resolve())
         try:
-            sampling = start_sampling(prepared, procs, console, artifacts=folder.artifacts.resolve())
-            async with procs.naming_deaths(), sampling as groups:
+            sampling = start_sampling(prepared, processes, console, artifacts=folder.artifacts.resolve())
+            async with processes.naming_deaths(), sampling as groups:
                 async with asyncio.TaskGroup() as watching:
-                    watch = watching.create_task(procs.watch())
+                    watch = watching.create_task(processes.watch())
                     for name in prepared.sets:
                         summaries[name] = await evaluate_set(
                             prepared, name, groups, folder, console, concurrency
                         )
                     watch.cancel()
         finally:
-            console.phase("ending all procs")
-            await procs.close()
+            console.phase("ending all processes")
+            await processes.close()
             console.end_phase()
         folder.write_summary(
             described(prepared),

@@ -58,7 +58,7 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FILE", help="of the profile; default: in runs/")
     parser.add_argument("--run", type=Path, metavar="RUN_DIR", help="read the times from the folder of a run")
     parser.add_argument("--plan", action="store_true", help="print splits and recommend one")
-    parser.add_argument("--gpus", type=_positive, help="GPUs of the run; on CPUs its procs")
+    parser.add_argument("--gpus", type=_positive, help="GPUs of the run; on CPUs its processes")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--profile", type=Path, metavar="FILE", help="the file of a profile")
     source.add_argument(

@@ -58,6 +58,10 @@ class Device:
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info()[0] if self.is_gpu else free_host_bytes()
 
+    def require_bytes(self, num_bytes: int) -> None:
+        if num_bytes > self.free_bytes():
+            raise Skipped(f"needs {num_bytes / 2**30:.0f} GiB of free memory")
+
     def time_s(self, function: Callable[[], object], *, repeats: int = 5) -> float:
         """Return the median seconds of a call with the device's work, after a call that does not count."""
         times_s = []
@@ -186,9 +190,7 @@ def plain(value: Any) -> Any:
         return [plain(one) for one in value]
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else str(value)
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    return str(value)
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -212,10 +214,8 @@ def relative_errors(
 
 def free_host_bytes() -> int:
     """Return the memory that is available without swapping."""
-    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("MemAvailable:"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError("/proc/meminfo has no MemAvailable")
+    table = Path("/proc/meminfo").read_text(encoding="utf-8")
+    return 1024 * int(re.findall(r"^MemAvailable: +(\d+) kB", table, re.MULTILINE)[0])
 
 
 def open_trainer_package(device: Device, report: Report) -> None:

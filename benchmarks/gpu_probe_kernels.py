@@ -403,6 +403,8 @@ def kept_logprobs(device: Device, report: Report) -> None:
             report.put(f"kept_{width}", error_nats=error)
             report.check(f"kept_{width}_logprobs", error < LOGPROB_TOLERANCE)
     with report.case("all_logits_at_once"):
+        # Logits in the weights' dtype and in float32, their log-probabilities, and gradients of all three.
+        device.require_bytes(16 * sizes.num_tokens * sizes.vocab_size)
         tokens = _kept_sets(device, sizes, 0)[0]
 
         def at_once() -> None:

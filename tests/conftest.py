@@ -43,13 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Monarch's procs are started by the product itself, not by a helper of the tests."""
+    """Monarch's processes are started by the product itself, not by a helper of the tests."""
     if "monarch.actor" in sys.modules:
         from monarch.actor import HostMesh
 
         if not hasattr(spawn := HostMesh.spawn_procs, "starts"):
 
-            @tiers.starts(tiers.Starts.PROCS)
+            @tiers.starts(tiers.Starts.PROCESSES)
             def spawn_warm(hosts: HostMesh, *arguments: Any, name: str | None = None, **named: Any) -> object:
                 wait_until_imported(kind_of_role(name or ""))
                 return spawn(hosts, *arguments, name=name, **named)
@@ -110,7 +110,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     python = sys.executable
-    if item.get_closest_marker(tiers.Starts.PROCS) is not None:
+    if item.get_closest_marker(tiers.Starts.PROCESSES) is not None:
         # What starts with this process's Python has imported its libraries.
         sys.executable = warm_python()
     try:

@@ -13,7 +13,7 @@ import pytest
 from forgeasync.processes import is_running
 from tests.support.processes import ProcessFailed, call_in_processes, wait_until_gone
 
-pytestmark = pytest.mark.procs
+pytestmark = pytest.mark.processes
 
 CALLS: list[str] = []
 """What a process has been asked so far."""

@@ -42,7 +42,7 @@ def test_the_examples_of_the_docs_pass(name: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.procs
+@pytest.mark.processes
 def test_the_run_of_the_docs_passes(tmp_path: Path) -> None:
     EXAMPLES["test_the_environment_trains"](tmp_path)
 

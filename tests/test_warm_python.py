@@ -17,7 +17,7 @@ from tests.support.processes import wait_until_gone
 from tests.support.warm_python import REAL_PYTHON, wait_until_imported, warm_python
 from tests.support.warm_python.executable import PROC, PROGRAM, kind_of
 
-pytestmark = pytest.mark.procs
+pytestmark = pytest.mark.processes
 
 MARK = "0123456789abcdef" * 2
 

@@ -238,7 +238,7 @@ def _check_launcher(config: RunConfig) -> Iterator[Refusal]:
         yield (
             "launcher.gpus_per_host",
             f"trainer.parallel.num_procs = {num_procs} on launcher.hosts.trainer = {counts.trainer} needs "
-            f"{num_procs // counts.trainer} GPUs per host; give the trainer more hosts or fewer procs",
+            f"{num_procs // counts.trainer} GPUs per host; give the trainer more hosts or fewer processes",
         )
     tensor, replicas = generator.tensor_parallel, generator.num_engines // counts.generators
     if tensor > gpus:

@@ -118,13 +118,13 @@ class ControlServer:
 
 
 def build_control_server(
-    folder: Path, procs: ProcessManager, pool: GeneratorPool, config: RunConfig
+    folder: Path, processes: ProcessManager, pool: GeneratorPool, config: RunConfig
 ) -> ControlServer:
     """Return the control server of a run; ``folder`` is the run's folder ``control``."""
     return ControlServer(
         folder,
         pool,
-        add_place=lambda: procs.hosts.allot_more(
+        add_place=lambda: processes.hosts.allot_more(
             HostRole.GENERATORS, gpus_per_proc=config.generator.tensor_parallel
         ),
         drain_s=config.timeouts.generate_s,
@@ -150,11 +150,11 @@ def ask(run: Path, num_generators: int, *, limit_s: float = ANSWER_S) -> Answer:
         Refused: the folder has no run in progress.
         TimeoutError: the run ends or does not answer within ``limit_s``.
     """
-    procs = run / "procs.json"
+    listing = run / "procs.json"
     try:
-        controller = json.loads(procs.read_text(encoding="utf-8"))["controller"]
+        controller = json.loads(listing.read_text(encoding="utf-8"))["controller"]
     except FileNotFoundError:
-        raise Refused(f"{run}: must be the folder of a run that goes on; it has no {procs.name}") from None
+        raise Refused(f"{run}: must be the folder of a run that goes on; it has no {listing.name}") from None
     if not is_running(controller):
         raise Refused(f"{run}: must be the folder of a run that goes on; its process {controller} has ended")
     folder = run / "control"

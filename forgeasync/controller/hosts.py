@@ -24,6 +24,7 @@ from forgeasync.config import (
     shares_gpus,
 )
 from forgeasync.planning import (
+    SHARED_CONTEXTS_BYTES,
     Machine,
     count_parameters,
     generator_memory,
@@ -87,6 +88,7 @@ def check_local_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem
         num_needed=min(needed, len(found.gpus)) or needed,
         plans=(shared_plan(*plans),) if shares_gpus(config) else plans,
         is_trainer=True,
+        is_shared=shares_gpus(config),
     )
     return _judge(config, [host])
 
@@ -146,9 +148,7 @@ def trainer_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
     """Return the GPU memory that a trainer process needs, and the remedy if there is too little."""
     memory = trainer_memory(config, facts, count_parameters(facts), Machine.GPU)
     num_procs = config.trainer.parallel.num_procs
-    remedy = (
-        f"shard over more than {num_procs} procs, split rows (trainer.parallel.tensor, context) or layers "
-    )
+    remedy = f"use more than {num_procs} processes, split rows (trainer.parallel.tensor, context) or layers "
     remedy += "(activation_checkpointing: full), or keep what is sharded in host memory (trainer.cpu_offload)"
     return RolePlan(
         role="trainer",
@@ -178,26 +178,27 @@ def shared_plan(trainer: RolePlan, generator: RolePlan) -> RolePlan:
     of_trainer, of_generator = (one.num_bytes / 2**30 for one in (trainer, generator))
     return RolePlan(
         role="trainer with the generator",
-        num_bytes=trainer.num_bytes + generator.num_bytes,
+        num_bytes=trainer.num_bytes + generator.num_bytes + SHARED_CONTEXTS_BYTES,
         field=generator.field,
         value=generator.value,
-        remedy=f"{of_trainer:.3g} GiB are the trainer's and {of_generator:.3g} the generator's: "
+        remedy=f"{of_trainer:.3g} GiB are the trainer's, {of_generator:.3g} the generator's, "
+        f"{SHARED_CONTEXTS_BYTES / 2**30:.3g} for CUDA contexts: "
         "lower generator.kv_cache_gib or trainer.tokens_per_row, train adapters (lora), or set "
         "trainer.cpu_offload; configs/qwen3_0.6b_1gpu.yaml fits 24 GB",
     )
 
 
 async def open_hosts(
-    config: RunConfig, facts: ModelFacts, procs: ProcessManager, *, tell: Callable[[str], None]
+    config: RunConfig, facts: ModelFacts, processes: ProcessManager, *, tell: Callable[[str], None]
 ) -> None:
     """Start and check the run's hosts; ``tell`` is called with progress messages and warnings.
 
     Raises:
         ConfigError: lists every problem of every host.
     """
-    await procs.open(tell)
-    warnings = check_hosts(config, facts, procs.hosts)
-    for warning in (*warnings, *await check_gpus_of_hosts(config, facts, procs.hosts)):
+    await processes.open(tell)
+    warnings = check_hosts(config, facts, processes.hosts)
+    for warning in (*warnings, *await check_gpus_of_hosts(config, facts, processes.hosts)):
         tell(f"warning: {warning}")
 
 

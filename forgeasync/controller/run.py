@@ -274,7 +274,7 @@ async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -
                 add_closing_message(words)
             raise
         finally:
-            console.phase("ending all procs")
+            console.phase("ending all processes")
             await manager.close()
             close_trace()
         for line in (*recorder.verdict(), *closing_lines(run_dir)):

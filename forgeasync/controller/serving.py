@@ -99,7 +99,7 @@ class WeightServing:
                     self._recorder.record_swap(swapped.report)
                     # Before the generator counts as updated: the progress makes groups in flight younger.
                     await self._buffer.progressed.call_one(swapped.report.progress)
-                    self._generators.taken(swapped.number)
+                    self._generators.record_swap(swapped.number)
 
     async def _move(self, teacher: MovingTeacher, reader: int) -> None:
         """Update the engines of a teacher to each version that is due for it.
@@ -114,15 +114,15 @@ class WeightServing:
                 fetched = await engines.begin_update(TEACHER_HOST, manifest)
             if fetched is not None and fetched.is_complete:
                 for swapped in await engines.finish_update(TEACHER_HOST, manifest.version):
-                    teacher.taken(swapped)
+                    teacher.record_swap(swapped)
 
     async def _tell_served(self) -> None:
         """Report to the buffer the version that all healthy generators have, whenever it grows."""
         # Generators start with version 0. In a resumed run they then load the checkpoint's version.
-        told = 0
+        version = 0
         while True:
-            told = await self._generators.until_served(newer_than=told)
-            await self._buffer.set_served_version.call_one(told)
+            version = await self._generators.until_served(newer_than=version)
+            await self._buffer.set_served_version.call_one(version)
 
     async def _publish(self) -> None:
         """Stage the current weights for each request, one version at a time."""

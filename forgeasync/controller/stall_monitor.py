@@ -58,7 +58,7 @@ class StallMonitor:
         """Return counts since the command started, by metric name."""
         return {"stall/num_found": self._policy.num_found}
 
-    async def loop(self, procs: ProcessManager) -> None:
+    async def loop(self, processes: ProcessManager) -> None:
         """Check the run until cancelled."""
         looked_s = time.monotonic()
         while True:
@@ -72,28 +72,28 @@ class StallMonitor:
             if not self._is_watched or self._roles.faults.open or passed_s > STOOD_STILL_S:
                 self._policy.rest()
                 continue
-            match self._policy.look(passed_s, self._marks(procs)):
+            match self._policy.look(passed_s, self._marks(processes)):
                 case Stall() as stall:
-                    await self._tell_stall(stall, procs)
+                    await self._tell_stall(stall, processes)
                     # Reading stacks takes time, which must not count as a suspended controller.
                     looked_s = time.monotonic()
                 case Resumed(quiet_s=quiet_s):
                     self._tell(f"stall: it is over after {quiet_s:.0f} s")
 
-    def _marks(self, procs: ProcessManager) -> Mapping[Progress, Hashable]:
+    def _marks(self, processes: ProcessManager) -> Mapping[Progress, Hashable]:
         """Return a value for each kind of progress, which changes whenever there is such progress."""
         counts = self._roles.scorer.metrics()
         scores: list[Hashable] = [counts[key] for key in SCORE_COUNTS]
         if isinstance(self._roles.groups, GroupEpisodes):
             scores += self._roles.groups.metrics().values()
         marks: dict[Progress, Hashable] = {Progress.STEP: self._version(), Progress.SCORES: tuple(scores)}
-        if procs.generators is not None:
-            table = procs.generators.table.state
-            marks[Progress.TOKENS] = sum(one.num_generated_tokens for one in procs.generators.stats())
+        if processes.generators is not None:
+            table = processes.generators.table.state
+            marks[Progress.TOKENS] = sum(one.num_generated_tokens for one in processes.generators.stats())
             marks[Progress.WEIGHTS] = (table.newest, *(one.version for one in table.present))
         return marks
 
-    async def _tell_stall(self, stall: Stall, procs: ProcessManager) -> None:
+    async def _tell_stall(self, stall: Stall, processes: ProcessManager) -> None:
         what = "nothing has moved" if stall.is_whole else "no optimizer step was made"
         ages = ", ".join(f"{kind} {age_s:.0f} s" for kind, age_s in stall.since_s.items())
         self._tell(
@@ -102,8 +102,8 @@ class StallMonitor:
         )
         calls = awaited_calls(asyncio.all_tasks() - {asyncio.current_task()})
         self._tell(f"stall: the controller waits in {calls}")
-        entries = procs.listing.entries
-        hosts = _hosts(procs, entries)
+        entries = processes.listing.entries
+        hosts = _hosts(processes, entries)
         stacks = await asyncio.gather(*(self._stack(one, hosts) for one in entries[:MAX_PROCS]))
         for one, stack in zip(entries, stacks, strict=False):
             self._tell(f"stall: {one.role} {one.rank} (process {one.pid}): {stack}")
@@ -118,9 +118,9 @@ class StallMonitor:
         return f"its stack is not known: {entry.host} was not asked"
 
 
-def _hosts(procs: ProcessManager, entries: Sequence[ProcessEntry]) -> dict[str, Host]:
+def _hosts(processes: ProcessManager, entries: Sequence[ProcessEntry]) -> dict[str, Host]:
     """Return the hosts of generators and trainer ranks by id; all other processes are on the controller's."""
     num_ranks = sum(one.role == HostRole.TRAINER for one in entries)
-    hosts = [*procs.hosts.hosts_for(HostRole.TRAINER, num_ranks)] if num_ranks else []
-    hosts += [] if procs.generators is None else procs.generators.hosts
+    hosts = [*processes.hosts.hosts_for(HostRole.TRAINER, num_ranks)] if num_ranks else []
+    hosts += [] if processes.generators is None else processes.generators.hosts
     return {one.id: one for one in hosts}

@@ -39,6 +39,7 @@ from forgeasync.observability import (
     StepConsole,
     default_run_dir,
 )
+from forgeasync.planning import bytes_beside_trainer
 from forgeasync.rollouts import Group, PromptEncoder, Score, StoredRollout, Task, steps_of
 from forgeasync.runtime import (
     TEACHER_HOST,
@@ -130,7 +131,7 @@ async def start_roles(
     num_scorers = config.scorer.num_replicas
     has_environment = config.environment is not None
     console.phase(
-        f"starting {config.trainer.parallel.num_procs} trainer procs, "
+        f"starting {config.trainer.parallel.num_procs} trainer processes, "
         f"{config.generator.num_replicas} generators, "
         f"{num_scorers} scorer{'s' if num_scorers > 1 else ''}, 1 buffer"
         + (f", {config.episodes.num_workers} environment workers" if has_environment else ""),
@@ -138,9 +139,9 @@ async def start_roles(
     )
     async with asyncio.TaskGroup() as starting:
 
-        def begin(name: str, start: Coroutine[Any, Any, T], *, is_told: bool = True) -> asyncio.Task[T]:
+        def begin(name: str, start: Coroutine[Any, Any, T], *, is_logged: bool = True) -> asyncio.Task[T]:
             task = starting.create_task(start)
-            if is_told:
+            if is_logged:
                 task.add_done_callback(partial(_tell_ready, console, name))
             return task
 
@@ -163,7 +164,7 @@ async def start_roles(
                 artifacts=run_dir.artifacts.resolve(),
                 serving_file=run_dir.serving.resolve(),
             ),
-            is_told=has_environment,
+            is_logged=has_environment,
         )
     trainer, generators, scorer = trainer_task.result(), generators_task.result(), scorer_task.result()
     if config.teachers:
@@ -218,6 +219,7 @@ def trainer_setup(prepared: Prepared, loss: Loss) -> TrainerSetup:
         checkpoint=prepared.model_path,
         lora=config.lora,
         average_alpha=average_alpha(config.teachers),
+        reserved_gpu_bytes=bytes_beside_trainer(config, prepared.facts),
     )
 
 
@@ -356,51 +358,54 @@ class Fleet:
         run_dir = RunDir(path=Path(folder).resolve())
         logs = run_dir.logs
         logs.mkdir(parents=True, exist_ok=True)
-        procs = ProcessManager(logs, build_hosts(config, logs))
+        processes = ProcessManager(logs, build_hosts(config, logs))
         setup = dataclasses.replace(
             trainer_setup(prepared, config.algorithm if loss is None else loss), bad_steps=run_dir.bad_steps
         )
         try:
-            async with procs.naming_deaths():
+            async with processes.naming_deaths():
                 for warning in prepared.warnings:
                     logger.warning("%s", warning)
-                await open_hosts(config, prepared.facts, procs, tell=logger.warning)
-                starting_trainer = asyncio.ensure_future(start_trainer(procs, setup, config.timeouts))
+                await open_hosts(config, prepared.facts, processes, tell=logger.warning)
+                starting_trainer = asyncio.ensure_future(start_trainer(processes, setup, config.timeouts))
                 generators, scorer, trainer, environment = await asyncio.gather(
                     start_generators(
-                        procs,
+                        processes,
                         config,
                         prepared.facts,
                         prepared.model_path,
                         starting_trainer=starting_trainer,
                     ),
-                    start_scorer(procs, config),
+                    start_scorer(processes, config),
                     starting_trainer,
-                    start_environment(procs, config, prepared.model_path, logger.warning),
+                    start_environment(processes, config, prepared.model_path, logger.warning),
                 )
-                teaching = await start_teachers(procs, config, prepared.facts, prepared.prompts)
+                teaching = await start_teachers(processes, config, prepared.facts, prepared.prompts)
                 await trainer.connect(generators)
                 generators.pool.follow(lambda: trainer.generators_changed(generators))
-                for words in await connect_weights(procs, config, trainer, generators, teaching.moving):
+                for words in await connect_weights(processes, config, trainer, generators, teaching.moving):
                     logger.info("%s", words)
                 groups = await connect_groups(config, prepared.prompts, environment, generators, scorer)
             async with asyncio.TaskGroup() as watching:
                 fleet = cls(prepared, trainer, generators, scorer, groups, teaching)
                 hosts = range(generators.num_hosts)
                 loops = [
-                    procs.watch(),
+                    processes.watch(),
                     *(
-                        fleet._take_versions(generators, host, lambda one: generators.taken(one.number))
+                        fleet._take_versions(generators, host, lambda one: generators.record_swap(one.number))
                         for host in hosts
                     ),
-                    *(fleet._take_versions(one.router, TEACHER_HOST, one.taken) for one in teaching.moving),
+                    *(
+                        fleet._take_versions(one.router, TEACHER_HOST, one.record_swap)
+                        for one in teaching.moving
+                    ),
                 ]
                 tasks = [watching.create_task(loop) for loop in loops]
                 yield fleet
                 for task in tasks:
                     task.cancel()
         finally:
-            await procs.close()
+            await processes.close()
 
     def next_tasks(self, num_tasks: int) -> list[Task]:
         """Return the next training tasks in the data's order, which is reshuffled for every pass."""
@@ -497,7 +502,7 @@ class Fleet:
         return manifest.version
 
     async def _take_versions(
-        self, engines: GeneratorRouter, host: int, taken: Callable[[SwappedReplica], None]
+        self, engines: GeneratorRouter, host: int, on_swap: Callable[[SwappedReplica], None]
     ) -> None:
         """Update the engines of a host to the last published version, including those that join later."""
         while True:
@@ -508,7 +513,7 @@ class Fleet:
             fetched = await engines.begin_update(host, manifest)
             if fetched is not None and fetched.is_complete:
                 for swapped in await engines.finish_update(host, manifest.version):
-                    taken(swapped)
+                    on_swap(swapped)
 
     @property
     def teacher_metrics(self) -> dict[str, float]:
@@ -546,12 +551,12 @@ def _unused(config: RunConfig) -> Iterator[Problem]:
 
 def _check_loss(loss: Loss, config: RunConfig) -> None:
     """Raise ValueError if a loss needs other data from teachers than ``config.algorithm`` does."""
-    found, asked = (
+    found, required = (
         (one.needs_teacher, one.num_teacher_ids if one.needs_teacher else 0, one.needs_student_ids)
         for one in (loss, config.algorithm)
     )
-    if found != asked:
-        needs, num_ids, are_students = asked
+    if found != required:
+        needs, num_ids, are_students = required
         ids = "ids of the policy's" if are_students else "likeliest ids"
         words = f"a teacher's {num_ids} {ids} a token" if needs else "no teacher"
         raise ValueError(

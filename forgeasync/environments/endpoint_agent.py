@@ -196,11 +196,11 @@ class EndpointAgent(Participant):
             request["stop"] = list(texts)
         if specs:
             request["tools"] = [spec.message_form for spec in specs]
-        turn = self._turn(await self._asked(request), texts)
+        turn = self._turn(await self._complete(request), texts)
         self._add(checked, specs, turn)
         return turn
 
-    async def _asked(self, request: dict[str, Any]) -> "ChatCompletion":
+    async def _complete(self, request: dict[str, Any]) -> "ChatCompletion":
         """Make a request, with the SDK's retries and their backoff."""
         from openai import APIError
 

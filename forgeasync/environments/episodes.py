@@ -241,8 +241,8 @@ def episode_record(
     artifacts: EpisodeArtifacts,
 ) -> dict[str, Any]:
     """Return a record as JSON values: task, ending, files kept, and the score and branches of each agent."""
-    told = [(agent.name, scores.get(agent.name), agent.num_turns, agent.branches()) for agent in agents]
-    return _record(task, ending, problem, artifacts.paths, told)
+    records = [(agent.name, scores.get(agent.name), agent.num_turns, agent.branches()) for agent in agents]
+    return _record(task, ending, problem, artifacts.paths, records)
 
 
 def response_record(
@@ -270,7 +270,7 @@ def _record(
 ) -> dict[str, Any]:
     """Return a record; ``agents`` has the name, score, number of turns and branches of each."""
     room = _Room(MAX_BYTES)
-    told = [
+    records = [
         {
             "name": name,
             "score": None
@@ -286,7 +286,7 @@ def _record(
         "ending": None if ending is None else ending.value,
         "problem": problem,
         "artifacts": list(artifacts),
-        "agents": told,
+        "agents": records,
         "num_cut_bytes": room.num_cut,
     }
 

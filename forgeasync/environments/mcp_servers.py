@@ -308,7 +308,7 @@ class Connection:
         """
         assert self._client is not None and self._owner is not None
         try:
-            calling = await self._asked(self._client.call_tool(name, dict(arguments)))
+            calling = await self._request(self._client.call_tool(name, dict(arguments)))
         except asyncio.CancelledError:
             self.is_suspect = True
             raise
@@ -319,9 +319,9 @@ class Connection:
             return calling.result()
         # The client raises the same errors for a server's answers and for a lost server.
         if not await self.is_alive():
-            raise ServerLost(self._said(_told(error))) from error
+            raise ServerLost(self._said(_message_of(error))) from error
         if isinstance(error, MCPError | ValidationError | RuntimeError):
-            raise CallRefused(_told(error)) from error
+            raise CallRefused(_message_of(error)) from error
         raise error
 
     async def is_alive(self) -> bool:
@@ -329,12 +329,12 @@ class Connection:
         assert self._client is not None and self._owner is not None
         if self._owner.done():
             return False
-        asking = await self._asked(self._client.list_tools(), limit_s=PROBE_S)
+        asking = await self._request(self._client.list_tools(), limit_s=PROBE_S)
         is_alive = asking.done() and asking.exception() is None and not self._owner.done()
         self.is_suspect = not is_alive
         return is_alive
 
-    async def _asked(
+    async def _request(
         self, request: Coroutine[Any, Any, ResponseT], *, limit_s: float | None = None
     ) -> asyncio.Future[ResponseT]:
         """Return the future of a request, cancelled after ``limit_s`` or if the connection ends first."""
@@ -397,10 +397,10 @@ def _reason(owner: "asyncio.Task[None]") -> str:
     if not owner.done() or owner.cancelled():
         return "the connection was closed"
     error = owner.exception()
-    return "the connection has ended" if error is None else _told(error)
+    return "the connection has ended" if error is None else _message_of(error)
 
 
-def _told(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {describe_error(error)}"[:500]

@@ -131,8 +131,8 @@ def call_opening(renderer: MessageRenderer, tools: Sequence[ToolSpec]) -> np.nda
         if name is not None:
             call = ToolCall(id="call_0", name=name, arguments=arguments)
             message |= {"content": "", "tool_calls": [call.message_form]}
-        told = ToolSpec(name=name or "x", description="", parameters={"type": "object", "properties": {}})
-        return renderer.answer_ids(question, checked_message("a call", message), (told,)).tolist()
+        tool = ToolSpec(name=name or "x", description="", parameters={"type": "object", "properties": {}})
+        return renderer.answer_ids(question, checked_message("a call", message), (tool,)).tolist()
 
     question = ({"role": "user", "content": "x"},)
     # With several tools the name stays open: calls with two different names share what precedes the name.

@@ -506,9 +506,9 @@ class Signature:
         except ValidationError as error:
             # The input can be long, and the model knows it.
             problems = error.errors(include_url=False, include_input=False)
-        told = "; ".join(map(_told, problems[:MAX_NAMED_PROBLEMS]))
+        message = "; ".join(map(_message_of, problems[:MAX_NAMED_PROBLEMS]))
         more = len(problems) - MAX_NAMED_PROBLEMS
-        raise BadArguments(told + (f"; and {more} more problems" if more > 0 else ""))
+        raise BadArguments(message + (f"; and {more} more problems" if more > 0 else ""))
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
@@ -587,7 +587,7 @@ def _refuse(name: str, parameter: str, remedy: str) -> NoReturn:
     raise ValueError(f"tool {name}: its parameter {parameter!r} {remedy}")
 
 
-def _told(problem: ErrorDetails) -> str:
+def _message_of(problem: ErrorDetails) -> str:
     place = ".".join(map(str, problem["loc"]))
     match problem["type"]:
         case "missing":

@@ -224,13 +224,13 @@ def check_traces(
     Raises:
         ValueError: They differ; the message names the tensors and parameters.
     """
-    taken = {region.name for trace in traces for region in trace.regions}
+    traced = {region.name for trace in traces for region in trace.regions}
     untraceable = {line for trace in traces for line in trace.untraceable}
     problems = {"the engine's own folder does not have": set(foreign)}
     if is_copy:
         problems |= {
             "the engine cannot take": untraceable,
-            "the engine does not know": set(shapes) - taken - {line.split(" ")[0] for line in untraceable},
+            "the engine does not know": set(shapes) - traced - {line.split(" ")[0] for line in untraceable},
             "nothing is published for the engine's": {line for trace in traces for line in trace.unfilled},
             f"weights are published as {dtype}, but these parameters of the engine are not": {
                 line for trace in traces for line in trace.other_dtypes

@@ -49,33 +49,33 @@ async def score_given_ids(
     Raises:
         WrongTeacherRecord: The engine's result is for other ids.
     """
-    asked_TK = np.concatenate([ids_S[num_prompt:, None], given_TK], axis=1, dtype=np.int32)
-    if not len(asked_TK):
+    scored_ids_TK = np.concatenate([ids_S[num_prompt:, None], given_TK], axis=1, dtype=np.int32)
+    if not len(scored_ids_TK):
         return no_teacher_record(0, given_TK.shape[1])
     # Row i scores its ids as predictions of token num_prompt + i.
     params = SamplingParams(
-        **_once(engine), prompt_logprob_token_ids=asked_TK, prompt_logprob_start=num_prompt - 1
+        **_once(engine), prompt_logprob_token_ids=scored_ids_TK, prompt_logprob_start=num_prompt - 1
     )
     with engine.busy.running(), doing(State.COMPUTING):
         output = await engine.run_request(ids_S.tolist(), params)
-    return read_given_scores(output, asked_TK)
+    return read_given_scores(output, scored_ids_TK)
 
 
-def read_given_scores(output: RequestOutput, asked_TK: np.ndarray) -> TeacherRecord:
-    """Return the record of tokens, whose ids are the first column of ``asked_TK``.
+def read_given_scores(output: RequestOutput, scored_ids_TK: np.ndarray) -> TeacherRecord:
+    """Return the record of tokens, whose ids are the first column of ``scored_ids_TK``.
 
     Raises:
         WrongTeacherRecord: The engine's result does not cover all ids.
     """
     found_TK = output.prompt_token_id_logprobs
-    if found_TK is None or found_TK.shape != asked_TK.shape:
+    if found_TK is None or found_TK.shape != scored_ids_TK.shape:
         shape = None if found_TK is None else list(found_TK.shape)
-        raise WrongTeacherRecord(f"the engine scored ids {shape}; must be {list(asked_TK.shape)}")
+        raise WrongTeacherRecord(f"the engine scored ids {shape}; must be {list(scored_ids_TK.shape)}")
     return TeacherRecord(
         logprobs_T=found_TK[:, 0].astype(np.float32),
-        ids_TK=asked_TK[:, 1:],
-        topk_TK=np.where(asked_TK == NO_ID, np.nan, found_TK)[:, 1:].astype(np.float32),
-        versions_T=np.full(len(asked_TK), _version(output), np.int32),
+        ids_TK=scored_ids_TK[:, 1:],
+        topk_TK=np.where(scored_ids_TK == NO_ID, np.nan, found_TK)[:, 1:].astype(np.float32),
+        versions_T=np.full(len(scored_ids_TK), _version(output), np.int32),
     )
 
 

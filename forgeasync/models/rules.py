@@ -22,7 +22,7 @@ from forgeasync.models.qwen3 import QWEN3, QWEN3_MOE
 from forgeasync.schema import Problem
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN3, QWEN3_MOE, LLAMA, DEEPSEEK_V3)}
-"""Families by ``model_type``. To add one, add a folder beside this file and its name here."""
+"""Families by ``model_type``. To add one, add a file beside this one and its name here."""
 
 
 def expected_shapes(facts: ModelFacts) -> dict[str, Shape]:

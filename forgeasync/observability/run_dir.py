@@ -210,7 +210,7 @@ class RunDir:
         try:
             run_dir.metrics.open("x").close()
         except FileExistsError:
-            raise ConfigError([_taken(run_dir.path)]) from None
+            raise ConfigError([_in_use(run_dir.path)]) from None
         run_dir.config.write_text(config_yaml, encoding="utf-8")
         run_dir._fill_up()
         return run_dir
@@ -342,7 +342,7 @@ def check_run_dir(config: RunConfig, *, is_resumed: bool) -> Iterator[Problem]:
     problems = list(check_folder("run_dir", path))
     yield from problems
     if not problems and not is_resumed and RunDir(path=path).has_trained:
-        yield _taken(path)
+        yield _in_use(path)
 
 
 def check_folder(field: str, path: Path) -> Iterator[Problem]:
@@ -368,7 +368,7 @@ def check_folder(field: str, path: Path) -> Iterator[Problem]:
         yield Problem(field=field, value=str(path), remedy=f"{where} is not writable; name another folder")
 
 
-def _taken(path: Path) -> Problem:
+def _in_use(path: Path) -> Problem:
     return Problem(
         field="run_dir",
         value=str(path),
@@ -477,8 +477,8 @@ class ProcessListFile:
     def _write(self) -> None:
         if self._file is None:
             return
-        procs = [asdict(one) for one in self.entries]
-        text = json.dumps({"controller": os.getpid(), "boot": _boot(), "procs": procs}, indent=1)
+        processes = [asdict(one) for one in self.entries]
+        text = json.dumps({"controller": os.getpid(), "boot": _boot(), "procs": processes}, indent=1)
         # A full disk must not end a role that has just been started; the next change writes all of it.
         with contextlib.suppress(OSError), replacing(self._file) as file:
             file.write(text.encode() + b"\n")

@@ -2,6 +2,8 @@ from .host_requests import HostNeeds as HostNeeds
 from .host_requests import request_warnings as request_warnings
 from .host_requests import role_needs as role_needs
 from .host_requests import with_host_requests as with_host_requests
+from .memory import SHARED_CONTEXTS_BYTES as SHARED_CONTEXTS_BYTES
+from .memory import bytes_beside_trainer as bytes_beside_trainer
 from .memory import check_host_memory as check_host_memory
 from .memory import check_memory as check_memory
 from .memory import check_shared_memory as check_shared_memory

@@ -131,20 +131,20 @@ def with_host_requests(config: RunConfig, facts: ModelFacts) -> RunConfig:
     launcher = config.launcher
     if isinstance(launcher, SlurmLauncher):
         needs = host_needs(config, facts)
-        asked = {
+        requested = {
             "cpus_per_task": launcher.cpus_per_task or needs.num_cpus,
             "mem": launcher.mem or f"{_gib(needs.memory_bytes)}G",
         }
     elif isinstance(launcher, KubernetesLauncher):
         needs = host_needs(config, facts)
         resources = {"cpu": needs.num_cpus, "memory": f"{_gib(needs.memory_bytes)}Gi"}
-        asked = {
+        requested = {
             "resources": resources | launcher.resources,
             "shared_memory_size": launcher.shared_memory_size or f"{_gib(needs.shared_bytes)}Gi",
         }
     else:
         return config
-    return config.model_copy(update={"launcher": launcher.model_copy(update=asked)})
+    return config.model_copy(update={"launcher": launcher.model_copy(update=requested)})
 
 
 def _gib(num_bytes: int) -> int:
@@ -173,11 +173,11 @@ def _slurm(launcher: SlurmLauncher, needs: HostNeeds) -> Iterator[str]:
         yield _below("launcher.cpus_per_task", launcher.cpus_per_task, str(needs.num_cpus))
     if launcher.mem is None:
         return
-    asked = slurm_bytes(launcher.mem)
-    if asked is None:
+    requested = slurm_bytes(launcher.mem)
+    if requested is None:
         yield _not_understood("launcher.mem", launcher.mem, "512G")
     # 0 requests all memory of a node.
-    elif 0 < asked < needs.memory_bytes:
+    elif 0 < requested < needs.memory_bytes:
         yield _below("launcher.mem", launcher.mem, _shown(needs.memory_bytes))
 
 
@@ -200,10 +200,10 @@ def _kubernetes(launcher: KubernetesLauncher, needs: HostNeeds) -> Iterator[str]
     for field, value, needed, shown in requests:
         if value is None:
             continue
-        asked = kubernetes_quantity(value)
-        if asked is None:
+        requested = kubernetes_quantity(value)
+        if requested is None:
             yield _not_understood(field, value, "64" if field.endswith("cpu") else "512Gi")
-        elif asked < needed:
+        elif requested < needed:
             yield _below(field, value, shown)
 
 

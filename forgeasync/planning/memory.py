@@ -61,6 +61,9 @@ NOTE = (
     "buffers of NCCL, CUDA graphs and the libraries of each process come on top."
 )
 
+SHARED_CONTEXTS_BYTES = 2 * 2**30
+"""Memory of a GPU for the CUDA contexts and graphs of a trainer process and an engine (assumed)."""
+
 Row = tuple[str, str, str]
 
 
@@ -108,9 +111,24 @@ def memory_plan(config: RunConfig, facts: ModelFacts) -> tuple[MemorySection, ..
 
 def _shared(trainer_bytes: int, generator: Sequence[MemoryItem], machine: Machine) -> MemorySection:
     """Return the section of a GPU with a rank of both roles."""
-    roles = {"trainer rank": trainer_bytes, "generator rank": total_bytes(generator)}
-    items = [MemoryItem(name=name, num_bytes=size, how="its total") for name, size in roles.items()]
+    items = [
+        MemoryItem(name="trainer rank", num_bytes=trainer_bytes, how="its total"),
+        MemoryItem(name="generator rank", num_bytes=total_bytes(generator), how="its total"),
+    ]
+    if machine is Machine.GPU:
+        how = "CUDA contexts and graphs of two processes (assumed)"
+        items.append(MemoryItem(name="contexts", num_bytes=SHARED_CONTEXTS_BYTES, how=how))
     return MemorySection(owner="shared GPU", items=items, total=_whole(items, machine))
+
+
+def bytes_beside_trainer(config: RunConfig, facts: ModelFacts) -> int | None:
+    """Return the memory of a shared GPU that is not for the trainer's tensors; None if no GPU is shared."""
+    if not shares_gpus(config):
+        return None
+    return (
+        total_bytes(generator_memory(config, facts, count_parameters(facts), Machine.GPU))
+        + SHARED_CONTEXTS_BYTES
+    )
 
 
 def _whole(items: Sequence[MemoryItem], machine: Machine) -> MemoryItem:
@@ -273,7 +291,7 @@ def check_memory(
         num_procs = config.trainer.parallel.num_procs
         states = num_procs * total_bytes(trainer_memory(config, facts, counts, Machine.CPU).always)
         others += states
-        parts.append(f"{_gib(states)} GiB for parameters and optimizer of {num_procs} trainer procs")
+        parts.append(f"{_gib(states)} GiB for parameters and optimizer of {num_procs} trainer processes")
     if trains and (teachers := _all_teacher_bytes(config)):
         others += teachers
         parts.append(f"{_gib(teachers)} GiB for weights and KV caches of teachers")

@@ -38,7 +38,7 @@ def findings(config: RunConfig, facts: ModelFacts, run_dir: RunDir) -> list[Find
     lines = read_json_lines(run_dir.metrics)
     steps = [line for line in lines if line["step"] > 0]
     return [
-        *_procs(config, run_dir),
+        *_processes(config, run_dir),
         *_training(config, steps),
         *_weights(config, steps),
         *_records(config, facts, steps),
@@ -66,7 +66,7 @@ def _max(steps: Sequence[Line], key: str) -> float:
     return max((line.get(key) or 0 for line in steps), default=0)
 
 
-def _procs(config: RunConfig, run_dir: RunDir) -> Iterator[Finding]:
+def _processes(config: RunConfig, run_dir: RunDir) -> Iterator[Finding]:
     """Yield findings about processes and hosts, counted by log files: each process opens its own."""
     parallel, generator = config.trainer.parallel, config.generator
     degrees = (
@@ -74,7 +74,7 @@ def _procs(config: RunConfig, run_dir: RunDir) -> Iterator[Finding]:
         f"tensor {parallel.tensor}, context {parallel.context}, expert {parallel.expert}"
     )
     num_trainer = _num_logs(run_dir, r"trainer-\d+")
-    yield _finding("trainer procs", num_trainer == parallel.num_procs, f"{num_trainer}: {degrees}")
+    yield _finding("trainer processes", num_trainer == parallel.num_procs, f"{num_trainer}: {degrees}")
     num_engines = _num_logs(run_dir, r"generator-\d+")
     yield _finding(
         "generators",

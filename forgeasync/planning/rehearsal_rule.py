@@ -37,6 +37,7 @@ from forgeasync.config import (
     named_sources,
     num_hosts,
     rewards_of,
+    shares_gpus,
 )
 from forgeasync.models import kv_bytes_per_token, largest_group_payload_bytes
 from forgeasync.planning.tiny_model import small_facts
@@ -118,19 +119,22 @@ def needed_bytes(config: RunConfig, part: Part, *, on_gpus: bool) -> int:
     """Return an estimate of the host memory that a rehearsal needs, including ``SPARE_BYTES``."""
     tensor = config.generator.tensor_parallel
     engine = ENGINE_BYTES if tensor == 1 else tensor * ENGINE_WORKER_BYTES
-    procs = part.parallel.num_procs * TRAINER_PROC_BYTES + part.num_replicas * (GENERATOR_PROC_BYTES + engine)
+    processes = part.parallel.num_procs * TRAINER_PROC_BYTES + part.num_replicas * (
+        GENERATOR_PROC_BYTES + engine
+    )
     if on_gpus:
         # A CUDA context and its libraries need about the same amount again.
-        procs *= 2
+        processes *= 2
     num_hosts = part.num_trainer_hosts + part.num_generator_hosts
     hosts = 0 if isinstance(config.launcher, LocalLauncher) else num_hosts * HOST_BYTES
     num_workers = config.scorer.num_replicas * config.scorer.num_workers
     others = OTHER_BYTES + num_workers * SCORER_WORKER_BYTES
-    return procs + hosts + others + SPARE_BYTES
+    return processes + hosts + others + SPARE_BYTES
 
 
 def _num_gpus(config: RunConfig, part: Part) -> int:
-    return part.parallel.num_procs + part.num_replicas * config.generator.tensor_parallel
+    of_trainer, of_engines = part.parallel.num_procs, part.num_replicas * config.generator.tensor_parallel
+    return max(of_trainer, of_engines) if shares_gpus(config) else of_trainer + of_engines
 
 
 def _layouts(parallel: ParallelSection) -> list[ParallelSection]:
@@ -164,9 +168,10 @@ def _too_small(config: RunConfig, parallel: ParallelSection, capacity: Capacity)
     has_gpus = f" and {capacity.num_gpus} GPUs" if capacity.num_gpus else ""
     return Problem(
         field="--rehearse",
-        remedy=f"the smallest rehearsal with these parallel degrees has {parallel.num_procs} trainer procs "
-        f"and one engine of {tensor}; it needs {needed / GIB:.3g} GiB of memory{gpus}, this machine has "
-        f"{capacity.memory_bytes / GIB:.3g} GiB{has_gpus}. Use a larger machine, or --rehearse --hosts",
+        remedy=f"the smallest rehearsal with these parallel degrees has {parallel.num_procs} trainer "
+        f"processes and one engine of {tensor}; it needs {needed / GIB:.3g} GiB of memory{gpus}, this "
+        f"machine has {capacity.memory_bytes / GIB:.3g} GiB{has_gpus}. Use a larger machine, or "
+        "--rehearse --hosts",
     )
 
 
@@ -358,7 +363,7 @@ def _place(draft: Draft, stage: Stage) -> None:
         draft.set("launcher", ProcessLauncher(kind="process", hosts=hosts), why, lost)
     for role in ("trainer", "generators"):
         counts = (getattr(before, role), getattr(hosts, role))
-        draft.note(f"launcher.hosts.{role}", *counts, "procs spread evenly over hosts", None)
+        draft.note(f"launcher.hosts.{role}", *counts, "processes spread evenly over hosts", None)
     draft.put("launcher", ProcessLauncher(kind="process", hosts=hosts))
 
 
@@ -366,7 +371,7 @@ def _leave_out(draft: Draft, part: Part) -> None:
     parallel, why = draft.config.trainer.parallel, "does not fit this machine"
     for name, after, what in (
         ("data_replicate", part.parallel.data_replicate, "replicas of the sharded model"),
-        ("num_procs", part.parallel.num_procs, "trainer procs"),
+        ("num_procs", part.parallel.num_procs, "trainer processes"),
     ):
         before = getattr(parallel, name)
         draft.set(f"trainer.parallel.{name}", after, why, f"{before} {what}, only {after}")

@@ -138,7 +138,7 @@ def _processes(config: RunConfig, *, are_hosts_assumed: bool) -> list[Row]:
     num_generators = generator.num_engines * generator.tensor_parallel
     return [
         ("GPUs, all", str(num_all), "on a machine without GPUs: CPU processes"),
-        ("GPUs, trainer", str(num_trainer), f"{num_trainer} procs of 1"),
+        ("GPUs, trainer", str(num_trainer), f"{num_trainer} processes of 1"),
         ("GPUs, generators", str(num_generators), split),
         *_teachers(config),
         *_rewards(config),
@@ -173,10 +173,10 @@ def _cpu_procs(config: RunConfig) -> list[Row]:
     shared = "controller, scorer, buffer"
     environment, episodes = config.environment, config.episodes
     if environment is None:
-        return [("CPU procs", "3", shared)]
+        return [("CPU processes", "3", shared)]
     workers = episodes.num_workers
     rows = [
-        ("CPU procs", str(3 + workers), f"{shared}, {workers} environment workers"),
+        ("CPU processes", str(3 + workers), f"{shared}, {workers} environment workers"),
         (
             "live episodes",
             f"<= {workers * episodes.max_live_per_worker:,}",
@@ -210,12 +210,12 @@ def _hosts(config: RunConfig, *, are_assumed: bool) -> list[Row]:
     if isinstance(launcher, LocalLauncher):
         return []
     counts, tensor = num_hosts(launcher), config.generator.tensor_parallel
-    procs = config.trainer.parallel.num_procs // counts.trainer
+    processes = config.trainer.parallel.num_procs // counts.trainer
     replicas = config.generator.num_replicas // counts.generators
     gpus = f", of {gpus_per_host(launcher)} GPUs" if gpus_per_host(launcher) else ""
     kind = "assumed" if are_assumed else launcher.kind
     rows = [
-        ("hosts, trainer", str(counts.trainer), f"{kind}{gpus}; {procs} procs each"),
+        ("hosts, trainer", str(counts.trainer), f"{kind}{gpus}; {processes} processes each"),
         ("hosts, generators", str(counts.generators), f"{kind}{gpus}; {replicas} replicas of {tensor} each"),
     ]
     if are_assumed:
@@ -468,7 +468,9 @@ def fit_rows(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> list[tu
     limit = f"{gib(fit.usable)}, {USABLE_SHARE:.0%} of a GPU with {gpu_bytes / 2**30:g} GiB"
     rows = [_fit_row("trainer rank: fits", fit.planned, fit.usable, limit)]
     if not fit.fits and fit.proposal is None:
-        found = f"none with {config.trainer.parallel.num_procs} procs; the smallest takes {gib(fit.smallest)}"
+        found = (
+            f"none with {config.trainer.parallel.num_procs} processes; the smallest takes {gib(fit.smallest)}"
+        )
         rows.append(("trainer layout that fits", "none", found))
     elif fit.proposal is not None:
         words = " ".join(fit.proposal.overrides(config))

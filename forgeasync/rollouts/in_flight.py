@@ -107,7 +107,7 @@ class TokenBatch:
     def take(self, is_taken_N: np.ndarray) -> "TokenBatch":
         """Return the batch with only the tokens marked in ``is_taken_N`` (bool)."""
 
-        def taken(name: str, array: np.ndarray) -> np.ndarray:
+        def selected(name: str, array: np.ndarray) -> np.ndarray:
             if name == "rows_RMK":
                 return array[np.repeat(is_taken_N, self.num_rows_N)]
             if name == "kept_ids_J":
@@ -115,7 +115,7 @@ class TokenBatch:
                 return array[np.repeat(is_taken_N, self.num_kept_N)]
             return array[is_taken_N]
 
-        return self._changed(taken)
+        return self._changed(selected)
 
     def first(self, num_tokens: int) -> "TokenBatch":
         """Return the batch with only its first tokens."""

@@ -83,8 +83,8 @@ class TokenValues:
     def take(self, indices: np.ndarray) -> "TokenValues":
         """Return the values of the tokens at these indices."""
         arrays = {one.name: getattr(self, one.name) for one in fields(self)}
-        taken = {name: array[..., indices] for name, array in arrays.items() if array is not None}
-        return replace(self, **taken)
+        selected = {name: array[..., indices] for name, array in arrays.items() if array is not None}
+        return replace(self, **selected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

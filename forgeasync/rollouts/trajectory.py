@@ -322,14 +322,14 @@ def branches(turns: Sequence[Trajectory]) -> tuple[Branch, ...]:
     """
     sampled = [turn for turn in turns if turn._parts]
     followed = {id(turn._before) for turn in sampled}
-    taken: set[int] = set()
+    trained: set[int] = set()
     found = []
     for leaf in sampled:
         if id(leaf) in followed:
             continue
         path = leaf.turns
-        num_before = sum(id(turn) in taken for turn in path)
-        taken.update(map(id, path))
+        num_before = sum(id(turn) in trained for turn in path)
+        trained.update(map(id, path))
         found.append(Branch(turns=path, num_turns_before=num_before))
     return tuple(found)
 

@@ -44,8 +44,8 @@ def visible_devices(places: str, inherited: str | None) -> str:
     names = list(itertools.takewhile(lambda name: name not in ("", "-1"), names))
     if wanted and max(wanted) >= len(names):
         raise ValueError(
-            f"CUDA_VISIBLE_DEVICES={inherited} lets this host's procs see {len(names)} GPUs, but this proc "
-            f"is to have number {max(wanted)}, counted from 0"
+            f"CUDA_VISIBLE_DEVICES={inherited} lets this host's processes see {len(names)} GPUs, but this "
+            f"one needs number {max(wanted)}, counted from 0"
         )
     return ",".join(names[place] for place in wanted)
 

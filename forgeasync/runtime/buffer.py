@@ -222,7 +222,7 @@ class BufferProcess(SupervisedPool[Supervised[BufferActor]]):
 
 
 async def start_buffer(
-    procs: ProcessManager, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None = None
+    processes: ProcessManager, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None = None
 ) -> BufferActor:
     """Start the replay buffer, empty or restored; its endpoints are called with ``call_one``.
 
@@ -230,16 +230,16 @@ async def start_buffer(
     """
 
     async def spawn(rank: int, number: int) -> Spawned[BufferActor]:
-        actor = procs.spawn_here("buffer").spawn("buffer", BufferActor, procs.log_dir)
+        actor = processes.spawn_here("buffer").spawn("buffer", BufferActor, processes.log_dir)
         async with call_limit(config.timeouts, "setup_s", "setting up the replay buffer"):
             pid = await actor.setup.call_one(config, ledger, resumed)
         # The process manager stops the mesh.
         return Spawned(actor=actor, pid=pid, stop=lambda: asyncio.sleep(0))
 
     watch = BufferProcess(
-        spawn, heartbeat_s=config.buffer.heartbeat_s, faults=procs.faults, listing=procs.listing
+        spawn, heartbeat_s=config.buffer.heartbeat_s, faults=processes.faults, listing=processes.listing
     )
     await watch.start(1)
-    procs.buffer = watch
+    processes.buffer = watch
     (buffer,) = watch.replicas
     return buffer.actor

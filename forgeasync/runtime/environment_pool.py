@@ -335,7 +335,7 @@ def _last_report(worker: Worker) -> WorkerReport | None:
 
 
 async def start_environment(
-    procs: ProcessManager,
+    processes: ProcessManager,
     config: RunConfig,
     model_path: Path,
     tell: Callable[[str], None],
@@ -371,21 +371,21 @@ async def start_environment(
             "environment",
             f"{ENVIRONMENT_WORKER}-{number}",
             EnvironmentActor,
-            procs.log_dir,
+            processes.log_dir,
             number,
             set_up=set_up,
             call=f"setting up environment worker {number}",
             timeouts=config.timeouts,
         )
 
-    pool = procs.environment = EnvironmentPool(
+    pool = processes.environment = EnvironmentPool(
         spawn,
         config.episodes,
         num_agents=len(agent_roles(config.agents)),
         serves=address is not None,
         tell=tell,
-        faults=procs.faults,
-        listing=procs.listing,
+        faults=processes.faults,
+        listing=processes.listing,
     )
     await pool.start(config.episodes.num_workers)
     return pool

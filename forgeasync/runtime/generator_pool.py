@@ -374,7 +374,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
 
 
 async def spawn_engine(
-    procs: ProcessManager,
+    processes: ProcessManager,
     config: RunConfig,
     role: HostRole,
     name: str,
@@ -392,7 +392,7 @@ async def spawn_engine(
         DeadlineExceeded: it took longer than ``timeouts.setup_s``.
         Exception: whatever ``set_up`` raises; the process is then killed.
     """
-    mesh = procs.hosts.spawn_one(role, name, place)
+    mesh = processes.hosts.spawn_one(role, name, place)
     actor = spawn(mesh)
     pid = 0
     try:
@@ -407,8 +407,8 @@ async def spawn_engine(
     except BaseException:
         if pid:
             await host.kill(pid)
-        procs.in_background(procs.hosts.stop_one(mesh))
+        processes.in_background(processes.hosts.stop_one(mesh))
         raise
     return Spawned(
-        actor=actor, pid=pid, host=host, stop=lambda: procs.hosts.stop_one(mesh), in_flight=in_flight
+        actor=actor, pid=pid, host=host, stop=lambda: processes.hosts.stop_one(mesh), in_flight=in_flight
     )

@@ -258,10 +258,10 @@ class EndedRun:
     def last(self) -> EpisodeOutcome:
         return self.outcomes[-1]
 
-    def is_whole(self, taken: Mapping[EpisodeId, frozenset[int]], roles: Sequence[AgentRole]) -> bool:
+    def is_whole(self, taken_over: Mapping[EpisodeId, frozenset[int]], roles: Sequence[AgentRole]) -> bool:
         """Return whether a generator has taken over all turns that are trained on."""
         return not self.trains or all(
-            len(taken.get(dataclasses.replace(self.episode, agent=agent), ())) >= outcome.num_turns
+            len(taken_over.get(dataclasses.replace(self.episode, agent=agent), ())) >= outcome.num_turns
             for agent, outcome in enumerate(self.last.agents)
             if roles[agent].is_trainable
         )
@@ -392,12 +392,12 @@ class GroupEpisodes:
         Raises:
             ProcessLost: this generator is lost as well.
         """
-        taken: Mapping[EpisodeId, frozenset[int]] = {}
+        taken_over: Mapping[EpisodeId, frozenset[int]] = {}
         if group.data is not None:
             restored = await self._generators.restore_episodes(replica, group.group_id, group.data)
             if isinstance(restored, CancelledGroup):
                 raise EpisodesCancelled
-            taken = restored
+            taken_over = restored
         lost, group.replica = group.replica, replica
         group.num_moves += 1
         # This also ends the episodes of a cancelled group.
@@ -407,13 +407,13 @@ class GroupEpisodes:
                 lost=lost.number,
                 generator=replica.actor,
                 number=replica.number,
-                ended=taken,
+                ended=taken_over,
             )
         )
         if is_cancelled():
             raise EpisodesCancelled
         for index, one in enumerate(group.running):
-            if one.done() and one.exception() is None and not one.result().is_whole(taken, self._roles):
+            if one.done() and one.exception() is None and not one.result().is_whole(taken_over, self._roles):
                 # Some of its turns are lost, so it runs again from the start.
                 group.running[index] = self._start(group, index, one.result().episode.attempt + 1)
 
@@ -543,7 +543,7 @@ class GroupEpisodes:
         self, replica: LiveReplica, group_id: int, ended: Sequence[EndedRun]
     ) -> SampledGroup | RefusedGroup:
         """Store the rollouts of a group that are trained on, or refuse a group with too few of them."""
-        taken = [
+        trained = [
             (one, agent)
             for one in ended
             if one.trains
@@ -551,7 +551,7 @@ class GroupEpisodes:
             if role.is_trainable and one.last.agents[agent].num_turns
         ]
         outcomes = tuple(outcome for one in ended for outcome in one.outcomes)
-        if len([one for one in ended if one.trains]) < self._min_rollouts or not taken:
+        if len([one for one in ended if one.trains]) < self._min_rollouts or not trained:
             await self._generators.drop_episodes(replica, group_id)
             lost = [one for one in ended if not one.trains]
             if lost and all(one.last.ending is Ending.NO_SCORE for one in lost):
@@ -570,15 +570,15 @@ class GroupEpisodes:
                     episode=dataclasses.replace(one.episode, agent=agent),
                     is_truncated=one.last.ending is Ending.LENGTH,
                 )
-                for one, agent in taken
+                for one, agent in trained
             ],
         )
         if isinstance(stored, RefusedGroup):
             return dataclasses.replace(stored, outcomes=outcomes)
         return SampledGroup(
             rollouts=stored if self._keeps_texts else tuple(map(without_texts, stored)),
-            scores=tuple(self._score(one.last, agent) for one, agent in taken),
-            durations_ms=tuple(round(one.last.episode_s * 1000) for one, _ in taken),
+            scores=tuple(self._score(one.last, agent) for one, agent in trained),
+            durations_ms=tuple(round(one.last.episode_s * 1000) for one, _ in trained),
             outcomes=outcomes,
         )
 

@@ -40,6 +40,7 @@ _QUERY = (
     "memory.free",
     "compute_cap",
     "mig.mode.current",
+    "compute_mode",
     "driver_version",
 )
 
@@ -56,6 +57,9 @@ _PREFERRED = {9: 3, 10: 4, 11: 4, 12: 4}
 
 _WHY_ALIKE = "ranks wait for the slowest one, and kernels of different architectures round differently"
 _SAME_LOCK = "install the same requirements/gpu.lock on every host"
+
+_MPS_PIPES = "/tmp/nvidia-mps"
+"""Default folder of the pipes of nvidia-cuda-mps-control."""
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 """Folder in which Linux lists the devices that ibverbs can use."""
@@ -78,6 +82,8 @@ class Gpu:
     """CUDA's compute capability, such as (9, 0) for Hopper."""
     is_sliced: bool
     """Whether it is in MIG mode."""
+    compute_mode: str = "Default"
+    """How many processes may use it: Default, Exclusive_Process (one) or Prohibited (none)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +111,8 @@ class GpuFacts:
     python_header: str
     """Path of Python.h, which the launchers of Triton's kernels include."""
     has_python_header: bool
+    has_mps: bool = False
+    """Whether NVIDIA's Multi-Process Service runs: it alone then uses a GPU, for all processes."""
 
 
 def gather_gpu_facts(visible: str | None) -> GpuFacts:
@@ -138,6 +146,7 @@ def gather_gpu_facts(visible: str | None) -> GpuFacts:
         compiler=_compiler(),
         python_header=str(header),
         has_python_header=header.is_file(),
+        has_mps=(Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_PIPES)) / "control").exists(),
     )
 
 
@@ -197,7 +206,7 @@ def _parse_gpus(table: str) -> tuple[str | None, list[tuple[str, Gpu]]]:
         if not line or line[0].startswith("No devices"):
             continue
         try:
-            index, uuid, name, total, free, capability, mig, driver = (cell.strip() for cell in line)
+            index, uuid, name, total, free, capability, mig, mode, driver = (cell.strip() for cell in line)
             major, minor = map(int, capability.split("."))
             gpu = Gpu(
                 index=int(index),
@@ -206,6 +215,7 @@ def _parse_gpus(table: str) -> tuple[str | None, list[tuple[str, Gpu]]]:
                 free_bytes=int(free) * 2**20,
                 capability=(major, minor),
                 is_sliced=mig == "Enabled",
+                compute_mode=mode,
             )
         except ValueError:
             raise ValueError(
@@ -282,6 +292,8 @@ class HostGpus:
     plans: tuple[RolePlan, ...]
     """Plan of each role that has processes on the host."""
     is_trainer: bool
+    is_shared: bool = False
+    """Whether several processes use a GPU at once."""
 
     @property
     def used(self) -> tuple[Gpu, ...]:
@@ -381,7 +393,7 @@ def _check_count(host: HostGpus) -> Iterator[Problem]:
             value=len(facts.gpus),
             remedy=f"must be {host.num_needed} or more, which the run uses there; CUDA_VISIBLE_DEVICES, the "
             "scheduler or the container may hide some, else give the role more hosts (launcher.hosts) or "
-            "fewer procs",
+            "fewer processes",
         )
 
 
@@ -400,6 +412,15 @@ def _check_kinds(host: HostGpus) -> Iterator[Problem]:
                 value=gpu.name,
                 remedy=f"has compute capability {_dotted(gpu.capability)}; must have 8.0 (A100) or more, "
                 "which bfloat16 and FlashAttention 2 need",
+            )
+        elif gpu.compute_mode == "Prohibited" or (
+            gpu.compute_mode == "Exclusive_Process" and host.is_shared and not host.facts.has_mps
+        ):
+            yield Problem(
+                field=f"host {host.host}: GPU {gpu.index}",
+                value=f"compute mode {gpu.compute_mode}",
+                remedy="keeps a process of the run off the GPU: must be Default "
+                f"(nvidia-smi -i {gpu.index} -c DEFAULT, as root)",
             )
     kinds = Counter((gpu.name, gpu.capability) for gpu in host.used)
     if len(kinds) > 1:

@@ -239,7 +239,7 @@ class LocalHosts:
         """See ``Hosts``."""
         if role not in self._gpus_of:
             self.allot(role, num_procs, gpus_per_proc=gpus_per_proc)
-        assert len(self._gpus_of[role]) == num_procs, "as many procs as before"
+        assert len(self._gpus_of[role]) == num_procs, "as many processes as before"
         return self._spawn(name, self._gpus_of[role])
 
     def allot(self, role: HostRole, num_procs: int, *, gpus_per_proc: int) -> None:

@@ -293,9 +293,9 @@ class JobHosts:
         hosts = []
         for index, host_id in enumerate(ids):
             host = mesh.slice(hosts=index)
-            procs = self._spawn(host, f"agent-{role}-{index}")
+            proc = self._spawn(host, f"agent-{role}-{index}")
             log_file = self._log_dir / f"host-{host_id}.log"
-            agent = procs.spawn("agent", HostAgent, log_file, SILENCE_FACTOR * self._timeouts.host_s)
+            agent = proc.spawn("agent", HostAgent, log_file, SILENCE_FACTOR * self._timeouts.host_s)
             hosts.append(JobHost(id=host_id, role=role, agent=agent, log_file=log_file))
         return hosts
 
@@ -328,7 +328,7 @@ class JobHosts:
         if role not in self._gpus_of:
             self.allot(role, num_procs, gpus_per_proc=gpus_per_proc)
         gpus = self._gpus_of[role]
-        assert len(gpus) == per_host, "as many procs as before"
+        assert len(gpus) == per_host, "as many processes as before"
         return self._spawn(self._meshes[role], name, gpus)
 
     def allot(self, role: HostRole, num_procs: int, *, gpus_per_proc: int) -> None:
@@ -340,7 +340,8 @@ class JobHosts:
         """See ``Hosts``; the places on a job's hosts are fixed when it is submitted."""
         num_procs = len(self._gpus_of[role]) * len(self._hosts[role])
         raise ValueError(
-            f"the run has places for {num_procs} procs of {role} on hosts of launcher {self._launcher.kind}"
+            f"the run has places for {num_procs} processes of {role} on hosts of launcher "
+            f"{self._launcher.kind}"
         )
 
     async def stop_one(self, mesh: ProcMesh) -> None:
@@ -359,7 +360,7 @@ class JobHosts:
 
     def _per_host(self, role: HostRole, num_procs: int) -> int:
         num_hosts = len(self._hosts[role])
-        assert num_procs % num_hosts == 0, f"{num_procs} procs on {num_hosts} hosts: checks let it pass"
+        assert num_procs % num_hosts == 0, f"{num_procs} processes on {num_hosts} hosts: checks let it pass"
         return num_procs // num_hosts
 
     def hosts_for(self, role: HostRole, num_procs: int) -> Sequence[Host]:

@@ -200,17 +200,17 @@ def _check_commands(kind: str) -> Iterator[Problem]:
 def _check_slurm() -> Iterator[Problem]:
     try:
         # Only the format matters, so request only this user's jobs.
-        asked = subprocess.run(
+        squeue = subprocess.run(
             ["squeue", "--me", "--json"], capture_output=True, text=True, check=False, timeout=CHECK_S
         )
     except subprocess.TimeoutExpired:
         yield _slurm_problem(f"squeue --json has not answered within {CHECK_S:.0f} s; is slurmctld up?")
         return
-    if asked.returncode != 0:
-        words = " ".join(asked.stderr.split()) or f"exit code {asked.returncode}"
+    if squeue.returncode != 0:
+        words = " ".join(squeue.stderr.split()) or f"exit code {squeue.returncode}"
         yield _slurm_problem(f"squeue --json fails on this machine: {words}")
         return
-    form = _data_parser(asked.stdout)
+    form = _data_parser(squeue.stdout)
     if form is None or form < MIN_DATA_PARSER:
         printed = "without the number of its form" if form is None else f"in the form v0.0.{form}"
         yield _slurm_problem(
@@ -236,8 +236,8 @@ def _data_parser(text: str) -> int | None:
 
 def _release() -> str:
     command = ["squeue", "--version"]
-    asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CHECK_S)
-    return asked.stdout.strip().replace("slurm", "Slurm", 1) or "this Slurm"
+    squeue = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CHECK_S)
+    return squeue.stdout.strip().replace("slurm", "Slurm", 1) or "this Slurm"
 
 
 def _check_own_name(kind: str) -> Iterator[Problem]:
@@ -363,11 +363,11 @@ class Submission:
             raise LaunchFailed(str(error)) from error
 
     async def _wait(self, waiting: asyncio.Future[JobState], tell: Callable[[str], None]) -> JobState:
-        told = ""
+        last = ""
         while not (await asyncio.wait([waiting], timeout=TELL_S))[0]:
-            if (state := await self._state_and_reason()) != told:
+            if (state := await self._state_and_reason()) != last:
                 tell(f"{self._name} is {state}")
-                told = state
+                last = state
         return await waiting
 
     def _run(self) -> JobState:
@@ -412,13 +412,13 @@ class Submission:
         format_ = "--format=%T (%r)"
         command = ["squeue", "--noheader", "--states=all", "--jobs", self._slurm_id, format_]
         try:
-            asked = await asyncio.to_thread(
+            squeue = await asyncio.to_thread(
                 subprocess.run, command, capture_output=True, text=True, check=False, timeout=ASK_S
             )
         except subprocess.TimeoutExpired:
-            return f"in a state that squeue has not told within {ASK_S:.0f} s"
+            return f"in a state that squeue has not reported within {ASK_S:.0f} s"
         # Slurm drops a job a few minutes after its end (MinJobAge).
-        return asked.stdout.strip() or f"unknown to squeue ({' '.join(asked.stderr.split())})"
+        return squeue.stdout.strip() or f"unknown to squeue ({' '.join(squeue.stderr.split())})"
 
     async def end(self) -> None:
         """Cancel the job, even if it is still being submitted; a second call does nothing."""

@@ -35,8 +35,8 @@ class GpuAllocator:
             raise ValueError(
                 f"{role} needs {num_gpus} GPUs, but {num_left} of this host's {self._num_gpus} are left"
             )
-        taken, self._left = self._left[:num_gpus], self._left[num_gpus:]
-        return taken
+        gpus, self._left = self._left[:num_gpus], self._left[num_gpus:]
+        return gpus
 
 
 def preimport() -> None:

@@ -409,7 +409,7 @@ class GeneratorRouter:
         """Record that a version can be fetched; generators that join must load it."""
         self.pool.table.change(lambda table: table.published(version))
 
-    def taken(self, number: int) -> None:
+    def record_swap(self, number: int) -> None:
         """Record that a generator samples with the version that it has swapped in."""
         self.pool.table.change(lambda table: table.updated(number))
         self.pool.look_for_healed()
@@ -459,7 +459,7 @@ class GeneratorRouter:
     async def finish_update(self, host: int, version: int) -> list[SwappedReplica]:
         """Wait until the generators of a host sample with ``version``, which they have fetched.
 
-        Returns the generators that do; call ``taken`` for each of them. A generator with ``drain`` waits for
+        Returns the generators that do; call ``record_swap`` for each. A generator with ``drain`` waits for
         its longest sequence.
         """
         numbers = self._taking_part[host]
@@ -600,7 +600,7 @@ class GeneratorRouter:
 
 
 async def start_generators(
-    procs: ProcessManager,
+    processes: ProcessManager,
     config: RunConfig,
     facts: ModelFacts,
     model_path: Path,
@@ -620,12 +620,12 @@ async def start_generators(
             raise asyncio.CancelledError
     section = config.generator
     capacity_bytes = int(config.payload.capacity_gib * 2**30)
-    procs.hosts.allot(HostRole.GENERATORS, section.num_engines, gpus_per_proc=section.tensor_parallel)
-    hosts = procs.hosts.hosts_for(HostRole.GENERATORS, section.num_engines)
+    processes.hosts.allot(HostRole.GENERATORS, section.num_engines, gpus_per_proc=section.tensor_parallel)
+    hosts = processes.hosts.hosts_for(HostRole.GENERATORS, section.num_engines)
     # All generators share this capacity, so it is requested once on every host.
     ids = [host.id for host in hosts]
     sizes = [capacity_bytes if ids.index(name) == index else 0 for index, name in enumerate(ids)]
-    folders = procs.payload_folders = await make_folders(hosts, sizes)
+    folders = processes.payload_folders = await make_folders(hosts, sizes)
     setup = GeneratorSetup(
         model_path=model_path,
         facts=facts,
@@ -651,19 +651,19 @@ async def start_generators(
         # Ranks can be added during the run.
         name, host = f"{GENERATOR}{rank}-{number}", pool.host_of(rank)
         return await spawn_engine(
-            procs,
+            processes,
             config,
             HostRole.GENERATORS,
             name,
             rank,
             host,
             call=f"loading the engine of generator {rank}",
-            spawn=lambda mesh: mesh.spawn(name, GeneratorActor, procs.log_dir, rank),
+            spawn=lambda mesh: mesh.spawn(name, GeneratorActor, processes.log_dir, rank),
             set_up=lambda actor: actor.setup.call_one(setup, host.id, folder_of[host.id]),
         )
 
-    pool = GeneratorPool(spawn, section, hosts, faults=procs.faults, listing=procs.listing)
-    procs.generators = pool
+    pool = GeneratorPool(spawn, section, hosts, faults=processes.faults, listing=processes.listing)
+    processes.generators = pool
     async with call_limit(config.timeouts, "setup_s", "loading the generators' engines"):
         await pool.start(len(hosts))
     return GeneratorRouter(pool, config.timeouts, max_lost_per_group=section.max_lost_per_group)

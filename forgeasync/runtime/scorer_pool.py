@@ -461,7 +461,7 @@ class GroupScoring:
         return self._pool.metrics() | {"score/num_early": self._num_early}
 
 
-async def start_scorer(procs: ProcessManager, config: RunConfig) -> GroupScoring:
+async def start_scorer(processes: ProcessManager, config: RunConfig) -> GroupScoring:
     """Start the scorers' processes; return the scoring of groups with them."""
     section = config.scorer
     sources = (*named_sources(config.data), *named_sets(config.evaluation))
@@ -479,19 +479,19 @@ async def start_scorer(procs: ProcessManager, config: RunConfig) -> GroupScoring
             "scorer",
             f"{SCORER}-{rank}-{number}",
             ScorerActor,
-            procs.log_dir,
+            processes.log_dir,
             rank,
             set_up=set_up,
             call="setting up a scorer",
             timeouts=config.timeouts,
         )
 
-    scorers = procs.scorer = Scorers(
+    scorers = processes.scorer = Scorers(
         spawn,
         section,
         limit_s=_longest_call_s(sources, config),
-        faults=procs.faults,
-        listing=procs.listing,
+        faults=processes.faults,
+        listing=processes.listing,
         on_change=lambda rank, is_up: pool.set_up(rank, is_up),
     )
     num_replicas = section.num_replicas

@@ -131,13 +131,13 @@ class Proc:
             await asyncio.sleep(LOOK_S)
 
 
-async def first_ended(procs: Sequence[Proc], *, within_s: float) -> Proc | None:
+async def first_ended(processes: Sequence[Proc], *, within_s: float) -> Proc | None:
     """Return a process that has ended or ends within ``within_s``, else None. Checks at least once."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + within_s
     while True:
-        have_ended = await asyncio.gather(*(proc.has_ended() for proc in procs))
-        for proc, has_ended in zip(procs, have_ended, strict=True):
+        have_ended = await asyncio.gather(*(proc.has_ended() for proc in processes))
+        for proc, has_ended in zip(processes, have_ended, strict=True):
             if has_ended:
                 return proc
         if loop.time() >= end_s:
@@ -164,7 +164,7 @@ class Heartbeat(Generic[T]):
         self._ask = ask
         self._limit_s, self._key, self._heard = limit_s, key, heard
         self._question: asyncio.Future[T] | None = None
-        self._asked_s = self._looked_s = time.monotonic()
+        self._sent_s = self._looked_s = time.monotonic()
         self._rest_s = 0.0
         self.silent_s = 0.0
         """Time that the open heartbeat has been without an answer."""
@@ -183,7 +183,7 @@ class Heartbeat(Generic[T]):
         if self._question is None:
             self._rest_s -= passed_s
             if self._rest_s <= 0.0:
-                self._asked_s = now_s
+                self._sent_s = now_s
                 self._question = asyncio.ensure_future(self._ask())
                 self._question.add_done_callback(forget)
         elif self._question.done():
@@ -201,8 +201,8 @@ class Heartbeat(Generic[T]):
     @property
     def is_late(self) -> bool:
         """Whether the open heartbeat was sent more than ``BEAT_S`` ago."""
-        has_asked = self._question is not None and not self._question.done()
-        return has_asked and time.monotonic() - self._asked_s > BEAT_S
+        is_open = self._question is not None and not self._question.done()
+        return is_open and time.monotonic() - self._sent_s > BEAT_S
 
     def stop(self) -> None:
         """Cancel the open heartbeat."""
@@ -344,13 +344,13 @@ async def stacks_of(host: Host, pid: int) -> str:
         return f"its stack is not known: host {host.id} does not answer ({type(error).__name__})"
 
 
-async def diagnose_hang(role: Role, *procs: Proc) -> str:
+async def diagnose_hang(role: Role, *processes: Proc) -> str:
     """Return the stacks of a role's processes, and the controller's calls that wait for it, in one line."""
     # Read the calls first, since they may end while the stacks are read.
     calls = awaited_calls(asyncio.all_tasks() - {asyncio.current_task()}, CALLERS[role])
-    stacks = await asyncio.gather(*(stacks_of(one.host, one.pid) for one in procs))
+    stacks = await asyncio.gather(*(stacks_of(one.host, one.pid) for one in processes))
     if len(stacks) > 1:
-        stacks = [f"process {one.pid}: {stack}" for one, stack in zip(procs, stacks, strict=True)]
+        stacks = [f"process {one.pid}: {stack}" for one, stack in zip(processes, stacks, strict=True)]
     return f"{'; '.join(stacks)}; the controller waits in {calls or 'no call to it'}"
 
 

@@ -79,17 +79,17 @@ class TaughtGroups:
             if branch.prompt.payload_id not in prompts:
                 prompts[branch.prompt.payload_id] = (len(prompts), reader.read(branch.prompt))
         responses = [reader.read(branch.response) for branch in branches]
-        asked = [
+        scorings = [
             asyncio.ensure_future(self._record(read, prompts[branch.prompt.payload_id][1], response, score))
             for branch, read, response in zip(branches, reads_of_branches, responses, strict=True)
         ]
         try:
-            records = await asyncio.gather(*asked)
+            records = await asyncio.gather(*scorings)
         except ValueError as error:
             # A WrongTeacherRecord, or a refusal of the tokens: too many, or not in the teacher's vocabulary.
             return TeacherFailure(problem=str(error))
         finally:
-            for one in asked:
+            for one in scorings:
                 one.cancel()
         payloads = [
             *(arrays for _, arrays in prompts.values()),

@@ -93,11 +93,11 @@ class MovingTeacher:
             lambda table: table.has_healthy and not self.source.is_due(version, newest=table.served)
         )
 
-    def taken(self, swapped: SwappedReplica) -> None:
+    def record_swap(self, replica: SwappedReplica) -> None:
         """Record that an engine scores with the version that it has swapped in."""
         self.num_updates += 1
-        self.num_rescored += swapped.report.num_recomputed
-        self.router.taken(swapped.number)
+        self.num_rescored += replica.report.num_recomputed
+        self.router.record_swap(replica.number)
 
 
 LONGEST_WAIT_S = 15.0
@@ -323,7 +323,7 @@ class Teaching:
 
 
 async def start_teachers(
-    procs: ProcessManager, config: RunConfig, facts: ModelFacts, prompts: PromptEncoder
+    processes: ProcessManager, config: RunConfig, facts: ModelFacts, prompts: PromptEncoder
 ) -> Teaching:
     """Start the engines of all teachers, after the generators, whose payload folders they share.
 
@@ -331,16 +331,16 @@ async def start_teachers(
     """
     if not config.teachers:
         return Teaching()
-    procs.hosts.allot(HostRole.TEACHERS, 0, gpus_per_proc=1)
+    processes.hosts.allot(HostRole.TEACHERS, 0, gpus_per_proc=1)
     first_places, num_places = {}, 0
     for name, section in config.teachers.items():
         first_places[name] = num_places
         num_places += section.num_engines
         for _ in range(section.num_engines):
-            procs.hosts.allot_more(HostRole.TEACHERS, gpus_per_proc=section.engine.tensor_parallel)
+            processes.hosts.allot_more(HostRole.TEACHERS, gpus_per_proc=section.engine.tensor_parallel)
     async with asyncio.TaskGroup() as starting:
         started = [
-            starting.create_task(_start_teacher(procs, config, facts, prompts, name, first_place))
+            starting.create_task(_start_teacher(processes, config, facts, prompts, name, first_place))
             for name, first_place in first_places.items()
         ]
     teachers = {one.result().name: one.result() for one in started}
@@ -367,7 +367,7 @@ def _moving(config: RunConfig, teacher: Teacher) -> MovingTeacher:
 
 
 async def _start_teacher(
-    procs: ProcessManager,
+    processes: ProcessManager,
     config: RunConfig,
     facts: ModelFacts,
     prompts: PromptEncoder,
@@ -375,10 +375,10 @@ async def _start_teacher(
     first_place: int,
 ) -> Teacher:
     section = config.teachers[name]
-    host = procs.hosts.hosts_for(HostRole.TEACHERS, 1)[0]
+    host = processes.hosts.hosts_for(HostRole.TEACHERS, 1)[0]
     groups = TaughtGroups(
         teacher=name,
-        folder=procs.payload_folders[0],
+        folder=processes.payload_folders[0],
         host_id=host.id,
         capacity_bytes=int(config.payload.capacity_gib * 2**30),
         num_ids=config.algorithm.num_teacher_ids,
@@ -391,11 +391,11 @@ async def _start_teacher(
 
         num_at_once = section.endpoint.max_concurrent
         client = TeacherClient(section.endpoint)
-        procs.closing.append(client.close)
+        processes.closing.append(client.close)
         model: TeacherModel = EndpointTeacher(groups, client, asyncio.Semaphore(num_at_once))
     else:
         num_at_once = section.engine.num_replicas * section.engine.max_num_seqs
-        model = PoolTeacher(await _start_pool(procs, config, groups, host, first_place))
+        model = PoolTeacher(await _start_pool(processes, config, groups, host, first_place))
     return Teacher(
         name=name,
         section=section,
@@ -406,7 +406,7 @@ async def _start_teacher(
 
 
 async def _start_pool(
-    procs: ProcessManager, config: RunConfig, groups: TaughtGroups, host: Host, first_place: int
+    processes: ProcessManager, config: RunConfig, groups: TaughtGroups, host: Host, first_place: int
 ) -> GeneratorPool:
     name = groups.teacher
     section = config.teachers[name]
@@ -435,14 +435,14 @@ async def _start_pool(
             await cast(TeacherActor, actor).open.call_one(groups)
 
         return await spawn_engine(
-            procs,
+            processes,
             config,
             HostRole.TEACHERS,
             mesh_name,
             first_place + rank,
             host,
             call=f"loading engine {rank} of teacher {name}",
-            spawn=lambda mesh: mesh.spawn(mesh_name, TeacherActor, procs.log_dir, rank, name),
+            spawn=lambda mesh: mesh.spawn(mesh_name, TeacherActor, processes.log_dir, rank, name),
             set_up=set_up,
         )
 
@@ -450,12 +450,12 @@ async def _start_pool(
         spawn,
         engine,
         [host] * engine.num_engines,
-        faults=procs.faults,
-        listing=procs.listing,
+        faults=processes.faults,
+        listing=processes.listing,
         role=Role.TEACHER,
         title=f"teacher {name}",
     )
-    procs.teachers.append(pool)
+    processes.teachers.append(pool)
     async with call_limit(config.timeouts, "setup_s", f"loading the engines of teacher {name}"):
         await pool.start(engine.num_engines)
     return pool

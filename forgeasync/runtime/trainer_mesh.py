@@ -129,7 +129,7 @@ class TrainerMesh:
     async def pids(self) -> list[int]:
         """Return the process id of each rank on its host, by rank."""
         return await self._on_every_rank(
-            lambda actor, _: actor.pid.call_one(), "starting its procs", "setup_s"
+            lambda actor, _: actor.pid.call_one(), "starting its processes", "setup_s"
         )
 
     @property
@@ -339,34 +339,36 @@ OWN_ACTORS = ("trainer", "_SPMDActor")
 """Prefixes of the names of the trainer's actors; ranks find each other through the second, Monarch's."""
 
 
-async def start_trainer(procs: ProcessManager, setup: TrainerSetup, timeouts: TimeoutSection) -> TrainerMesh:
+async def start_trainer(
+    processes: ProcessManager, setup: TrainerSetup, timeouts: TimeoutSection
+) -> TrainerMesh:
     """Start the trainer mesh with its process group and model; the run ends when a rank does."""
-    trainer = await spawn_trainer(procs, setup.section.parallel.num_procs, timeouts)
-    procs.peers = list(trainer.members)
+    trainer = await spawn_trainer(processes, setup.section.parallel.num_procs, timeouts)
+    processes.peers = list(trainer.members)
     await set_up_trainer(trainer, setup)
     return trainer
 
 
 async def spawn_trainer(
-    procs: ProcessManager, num_procs: int, timeouts: TimeoutSection, *, number: int = 0
+    processes: ProcessManager, num_procs: int, timeouts: TimeoutSection, *, number: int = 0
 ) -> TrainerMesh:
     """Spawn the processes of the trainer, on the hosts and GPUs of the previous one.
 
     ``number`` counts the trainers of the run. The processes have no model until ``set_up_trainer``.
     """
     name = "trainer" if number == 0 else f"trainer-{number}"
-    mesh: ProcMesh = procs.hosts.spawn(HostRole.TRAINER, name, num_procs, gpus_per_proc=1)
-    by_ip = procs.hosts.master_address_is_ip()
+    mesh: ProcMesh = processes.hosts.spawn(HostRole.TRAINER, name, num_procs, gpus_per_proc=1)
+    by_ip = processes.hosts.master_address_is_ip()
     await setup_torch_elastic_env_async(mesh, use_ipaddr=AddrType.IPv4 if by_ip else None)
-    actors = mesh.spawn(name, TrainerActor, procs.log_dir).flatten("procs")
+    actors = mesh.spawn(name, TrainerActor, processes.log_dir).flatten("procs")
     trainer = TrainerMesh(actors, num_procs, timeouts)
-    hosts = procs.hosts.hosts_for(HostRole.TRAINER, num_procs)
+    hosts = processes.hosts.hosts_for(HostRole.TRAINER, num_procs)
     trainer.members = tuple(
         Proc(role="trainer", rank=rank, pid=pid, host=host)
         for rank, (pid, host) in enumerate(zip(await trainer.pids(), hosts, strict=True))
     )
     for one in trainer.members:
-        procs.listing.put(one.role, one.rank, pid=one.pid, host=one.host.id)
+        processes.listing.put(one.role, one.rank, pid=one.pid, host=one.host.id)
     return trainer
 
 
@@ -381,7 +383,7 @@ async def kill_trainer(trainer: TrainerMesh) -> None:
 
 
 async def connect_weights(
-    procs: ProcessManager,
+    processes: ProcessManager,
     config: RunConfig,
     trainer: TrainerMesh,
     generators: GeneratorRouter,
@@ -396,14 +398,14 @@ async def connect_weights(
         ValueError: trainer and engines have different tensors, the chosen transport cannot work, or a host
             has too little shared memory.
     """
-    trainer_hosts = procs.hosts.hosts_for(HostRole.TRAINER, trainer.num_procs)
-    generator_hosts = procs.hosts.hosts_for(HostRole.GENERATORS, config.generator.num_engines)
+    trainer_hosts = processes.hosts.hosts_for(HostRole.TRAINER, trainer.num_procs)
+    generator_hosts = processes.hosts.hosts_for(HostRole.GENERATORS, config.generator.num_engines)
     choice = config.weights.transport
     transport = build_transport(choice)
     teacher_hosts = [host for one in teachers for host in one.router.pool.hosts]
     readers = (*generator_hosts, *teacher_hosts)
     require_reach(transport, choice, (host.id for host in (*trainer_hosts, *readers)))
-    await transport.start(procs.spawn_here)
+    await transport.start(processes.spawn_here)
     layout = await trainer.lay_out_weights(published_dtype(config))
     staged = [NUM_SLOTS * rank.num_bytes for rank in layout.ranks]
     receive_buffer = layout.of(WeightSet.POLICY).num_bytes
@@ -424,6 +426,6 @@ async def connect_weights(
         # Teachers on a host have their own receive buffer, in another folder than its generators.
         (folder,) = await make_folders(one.router.pool.hosts, [layout.of(one.weights).num_bytes])
         of_engines = [folder] * len(one.router.pool.replicas)
-        taken = await one.router.connect_weights(layout.of(one.weights), sources, of_engines)
-        routes |= dict.fromkeys(taken)
+        of_teacher = await one.router.connect_weights(layout.of(one.weights), sources, of_engines)
+        routes |= dict.fromkeys(of_teacher)
     return list(routes)

@@ -58,14 +58,14 @@ COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "c10d")
 class TrainerIncarnation:
     """A trainer mesh from its start to its loss."""
 
-    def __init__(self, mesh: TrainerMesh, procs: ProcessManager, *, heartbeat_s: float) -> None:
-        """Faults are reported to those of ``procs``; a silence of ``heartbeat_s`` is a fault."""
+    def __init__(self, mesh: TrainerMesh, processes: ProcessManager, *, heartbeat_s: float) -> None:
+        """Faults are reported to those of ``processes``; a silence of ``heartbeat_s`` is a fault."""
         self.mesh = mesh
         self.lost = asyncio.Event()
         self.error: Exception | None = None
         """Reason for the loss."""
         self.faults: list[Fault] = []
-        self._procs = procs
+        self._processes = processes
         self._heartbeat_s = heartbeat_s
 
     async def until_lost(self, *, asks: bool = True) -> None:
@@ -122,11 +122,11 @@ class TrainerIncarnation:
             return
         for one, has_ended in zip(self.mesh.members, ended, strict=True):
             if has_ended:
-                log = self._procs.log_dir / f"trainer-{one.rank}.log"
+                log = self._processes.log_dir / f"trainer-{one.rank}.log"
                 self._lose(_name(one), "has died", ActorDied(f"{_name(one)} has ended; see {log}"))
 
     def _lose(self, who: str, what: str, error: Exception, evidence: str | None = None) -> None:
-        self.faults.append(self._procs.faults.detected(Role.TRAINER, who, what, evidence=evidence))
+        self.faults.append(self._processes.faults.detected(Role.TRAINER, who, what, evidence=evidence))
         self.error = self.error or error
         self.lost.set()
 
@@ -164,7 +164,7 @@ class TrainerRecovery:
 
     def __init__(
         self,
-        procs: ProcessManager,
+        processes: ProcessManager,
         setup: TrainerSetup,
         timeouts: TimeoutSection,
         *,
@@ -178,7 +178,7 @@ class TrainerRecovery:
 
         ``teachers`` load versions as ``generators`` do.
         """
-        self._procs = procs
+        self._processes = processes
         self._setup = setup
         self._section = setup.section.recovery
         self._timeouts = timeouts
@@ -213,9 +213,9 @@ class TrainerRecovery:
         self._snapshot_folders = await make_folders(hosts, await trainer.snapshot_bytes())
         await self._open_snapshots(trainer)
         # This object handles the ranks' deaths from here on.
-        self._procs.peers = []
-        self._procs.owned.update(OWN_ACTORS)
-        self._procs.closing.append(self.close)
+        self._processes.peers = []
+        self._processes.owned.update(OWN_ACTORS)
+        self._processes.closing.append(self.close)
         self._background.start(self._look_after())
 
     async def _tell_generators(self) -> None:
@@ -223,7 +223,7 @@ class TrainerRecovery:
         await self._call(lambda mesh: mesh.generators_changed(self._generators))
 
     def _begin_life(self, trainer: TrainerMesh) -> TrainerIncarnation:
-        return TrainerIncarnation(trainer, self._procs, heartbeat_s=self._section.heartbeat_s)
+        return TrainerIncarnation(trainer, self._processes, heartbeat_s=self._section.heartbeat_s)
 
     async def _open_snapshots(self, trainer: TrainerMesh) -> int:
         every_steps = self._section.snapshot_every_steps
@@ -396,7 +396,9 @@ class TrainerRecovery:
             self._life.state = life
             self._life.change(lambda life: None)
             for fault in faults:
-                self._procs.faults.recovered(fault, f"was replaced; the trainer goes on after step {version}")
+                self._processes.faults.recovered(
+                    fault, f"was replaced; the trainer goes on after step {version}"
+                )
             return
         await kill_trainer(life.mesh)
         assert self._first_error is not None
@@ -404,7 +406,7 @@ class TrainerRecovery:
 
     async def _spawn(self, num_procs: int) -> TrainerMesh:
         number, self._num_started = self._num_started, self._num_started + 1
-        return await spawn_trainer(self._procs, num_procs, self._timeouts, number=number)
+        return await spawn_trainer(self._processes, num_procs, self._timeouts, number=number)
 
     async def _bring_up(self, trainer: TrainerMesh, before: TrainerMesh) -> int:
         """Bring a new trainer to the state of the previous one; return the version of the last step."""

@@ -61,7 +61,7 @@ class StepScoring:
         self._section = section
         self._tokenizer = StepTokenizer(section)
         self._engine = StepEngine(section, tag_id=self._tokenizer.tag_id)
-        self._asked: dict[str, _PendingCall] = {}
+        self._pending: dict[str, _PendingCall] = {}
         trial = Response("1", 1, FinishReason.STOP)
         if self.begin("trial", "1", trial) is None:
             while self._engine.has_work:
@@ -82,7 +82,7 @@ class StepScoring:
         tagged = self._tokenizer.tagged(prompt, [step.text for step in steps.whole])
         if len(tagged.ids) > self._section.max_context_length:
             return score_without_steps(response, status=ScoreStatus.OVERSIZED)
-        self._asked[call] = _PendingCall(response=response, steps=steps, counted_tags=tagged.counted_tags)
+        self._pending[call] = _PendingCall(response=response, steps=steps, counted_tags=tagged.counted_tags)
         self._engine.add(call, tagged.ids)
         return None
 
@@ -91,11 +91,11 @@ class StepScoring:
         return [(scored.request_id, self._result(scored)) for scored in self._engine.step()]
 
     def _result(self, scored: ScoredTags) -> Score | str:
-        asked = self._asked.pop(scored.request_id)
+        call = self._pending.pop(scored.request_id)
         if scored.problem is not None:
             return f"the model {scored.problem}"
-        values = [scored.values[place] for place in asked.counted_tags]
-        return score_of_steps(asked.response, asked.steps, values, self._section)
+        values = [scored.values[place] for place in call.counted_tags]
+        return score_of_steps(call.response, call.steps, values, self._section)
 
 
 def model_version(section: ProcessRewardModel) -> str:

@@ -101,11 +101,11 @@ class RowForward:
         return self.predictions(row, with_entropies=False).logprobs_T
 
     def predictions(
-        self, row: PackedRow, *, with_entropies: bool = True, asked_ids_TK: np.ndarray | None = None
+        self, row: PackedRow, *, with_entropies: bool = True, extra_ids_TK: np.ndarray | None = None
     ) -> Predictions:
         """Return log-probabilities and entropies of a row's targets. Call it inside ``replay``.
 
-        ``asked_ids_TK`` (int64) has, for each target, further ids whose log-probabilities over the full
+        ``extra_ids_TK`` (int64) has, for each target, further ids whose log-probabilities over the full
         vocabulary at temperature 1 are returned.
         """
         mine = self.own_part(row)
@@ -125,9 +125,9 @@ class RowForward:
             token_ids_T=torch.from_numpy(row.target_ids_L[mine][positions_T]).to(DEVICE_TYPE),
             kept_offsets=torch.from_numpy(kept.offsets).to(DEVICE_TYPE),
             kept_ids=torch.from_numpy(kept.ids_N).to(DEVICE_TYPE),
-            asked_ids_TK=None
-            if asked_ids_TK is None
-            else torch.from_numpy(asked_ids_TK[first : first + len(positions_T)]).to(DEVICE_TYPE),
+            extra_ids_TK=None
+            if extra_ids_TK is None
+            else torch.from_numpy(extra_ids_TK[first : first + len(positions_T)]).to(DEVICE_TYPE),
         )
         hidden_TD = hidden_BLD[0, torch.from_numpy(positions_T).to(DEVICE_TYPE)]
         found = self._model.lm_head(hidden_TD, targets, self._temperature, with_entropies)
@@ -145,7 +145,7 @@ class RowForward:
         return Predictions(
             of_row(found.logprobs_T),
             None if found.entropies_T is None else of_row(found.entropies_T),
-            None if found.asked_TK is None else of_row(found.asked_TK),
+            None if found.extra_logprobs_TK is None else of_row(found.extra_logprobs_TK),
         )
 
     def _reshard(self) -> None:
@@ -293,7 +293,7 @@ def row_tokens(
 ) -> RowTokens:
     """Return the loss's inputs for a row's targets; ``predictions`` has the ids of ``student_ids_of``."""
     # The student's log-probabilities of the targets, over the full vocabulary at temperature 1.
-    full_logprobs_T = None if predictions.asked_TK is None else predictions.asked_TK[:, 0]
+    full_logprobs_T = None if predictions.extra_logprobs_TK is None else predictions.extra_logprobs_TK[:, 0]
     return RowTokens(
         logprobs_T=predictions.logprobs_T,
         behavior_logprobs_T=of_targets(row, row.behavior_logprobs_L),
@@ -314,17 +314,17 @@ def _teacher_tokens(row: PackedRow, predictions: Predictions, loss: Loss) -> Tea
     if not loss.needs_teacher:
         return None
     record = _teacher_record(row, loss)
-    assert predictions.asked_TK is not None
+    assert predictions.extra_logprobs_TK is not None
     has_target_T = torch.from_numpy(record.has_target_T).to(DEVICE_TYPE)
     # The record is nan where the teacher did not score, and 0 times nan in a gradient is nan. The student's
     # own values replace it: they are finite, and they are masked out.
-    own_TK = predictions.asked_TK.detach()
+    own_TK = predictions.extra_logprobs_TK.detach()
     is_id_TK = torch.from_numpy(record.ids_TK != NO_ID).to(DEVICE_TYPE)
     topk_TK = torch.from_numpy(record.topk_TK).to(DEVICE_TYPE).where(has_target_T[:, None], own_TK[:, 1:])
     return TeacherTokens(
         logprobs_T=torch.from_numpy(record.logprobs_T).to(DEVICE_TYPE).where(has_target_T, own_TK[:, 0]),
         topk_TK=topk_TK.where(is_id_TK, -math.inf),
-        student_topk_TK=predictions.asked_TK[:, 1:].where(is_id_TK, -math.inf),
+        student_topk_TK=predictions.extra_logprobs_TK[:, 1:].where(is_id_TK, -math.inf),
         versions_T=torch.from_numpy(record.versions_T).to(DEVICE_TYPE, torch.float32),
         has_target_T=has_target_T,
     )

@@ -124,7 +124,7 @@ class Predictions(NamedTuple):
 
     None if not requested.
     """
-    asked_TK: torch.Tensor | None = None
+    extra_logprobs_TK: torch.Tensor | None = None
     """Log-probabilities of the requested ids over the full vocabulary at temperature 1.
 
     At least float32, differentiable; None if not requested.
@@ -162,7 +162,7 @@ def chunked_predictions(
     temperature: float = 1.0,
     *,
     with_entropies: bool = False,
-    asked_ids_TK: torch.Tensor | None = None,
+    extra_ids_TK: torch.Tensor | None = None,
     chunk_tokens: int = LOGITS_CHUNK_TOKENS,
 ) -> Predictions:
     """Return ``kept_logprobs(hidden @ weight.T, ...)`` in float32 [T] without storing all logits at once.
@@ -176,7 +176,7 @@ def chunked_predictions(
             of its ranks.
         with_entropies: Whether to return the entropies of softmax(logits / temperature) over the same kept
             sets.
-        asked_ids_TK: Ids (int64) at which to return log softmax(logits) over the full vocabulary.
+        extra_ids_TK: Ids (int64) at which to return log softmax(logits) over the full vocabulary.
     """
     vocabulary = VocabularySlice.of(weight_VD, dim=0)
     weight = HeadWeight.of(weight_VD.to_local() if isinstance(weight_VD, DTensor) else weight_VD)
@@ -206,13 +206,13 @@ def chunked_predictions(
         start = end
     logprobs_T = torch.cat([piece.logprobs_T for piece in pieces])
     entropies_T = torch.cat([piece.entropies_T for piece in pieces]) if with_entropies else None
-    asked_TK = None
-    if asked_ids_TK is not None:
+    extra_logprobs_TK = None
+    if extra_ids_TK is not None:
         parts = zip(
-            wide_TD.to(hidden_TD.dtype).split(chunk_tokens), asked_ids_TK.split(chunk_tokens), strict=True
+            wide_TD.to(hidden_TD.dtype).split(chunk_tokens), extra_ids_TK.split(chunk_tokens), strict=True
         )
-        asked_TK = torch.cat([again(_full_logprobs, *part, weight, vocabulary) for part in parts])
-    return Predictions(logprobs_T=logprobs_T, entropies_T=entropies_T, asked_TK=asked_TK)
+        extra_logprobs_TK = torch.cat([again(_full_logprobs, *part, weight, vocabulary) for part in parts])
+    return Predictions(logprobs_T=logprobs_T, entropies_T=entropies_T, extra_logprobs_TK=extra_logprobs_TK)
 
 
 def _chunk_predictions(
@@ -414,5 +414,5 @@ class Targets:
     token_ids_T: torch.Tensor
     kept_offsets: torch.Tensor
     kept_ids: torch.Tensor
-    asked_ids_TK: torch.Tensor | None = None
+    extra_ids_TK: torch.Tensor | None = None
     """Ids (int64) whose log-probabilities over the full vocabulary are also returned; None: none."""

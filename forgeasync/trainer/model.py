@@ -63,7 +63,7 @@ class LogprobHead(Linear):
             targets.kept_ids,
             temperature,
             with_entropies=with_entropies,
-            asked_ids_TK=targets.asked_ids_TK,
+            extra_ids_TK=targets.extra_ids_TK,
         )
 
 

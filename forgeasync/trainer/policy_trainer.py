@@ -55,6 +55,15 @@ from forgeasync.trainer.token_collector import ReplayedDecisions, TokenCollector
 from forgeasync.weights import NamedWeight
 
 
+def reserve_gpu_memory(num_bytes: int) -> None:
+    """Limit this process's CUDA allocator, so that ``num_bytes`` of its GPU stay free for other processes.
+
+    An allocator without a limit keeps freed blocks until the GPU is full. A replaced engine would not start.
+    """
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(1.0 - num_bytes / total)
+
+
 class PolicyTrainer:
     """Trains a policy on packed rows, and writes its weights and checkpoints."""
 
@@ -217,11 +226,13 @@ class PolicyTrainer:
     ) -> MinibatchResult:
         """Make one optimizer step, unless it is bad; ``first_row`` rows of the batch precede it."""
         sums = StepSums(num_layers=len(self._forward.routers), device=DEVICE_TYPE, is_first=first_row == 0)
-        taken = TokenCollector(self._loss.objective, self._decisions, trained_version=self.policy_version)
+        collector = TokenCollector(self._loss.objective, self._decisions, trained_version=self.policy_version)
         masks = [trained_mask(row, self._max_token_age) for row in rows]
         counts = count_targets(self._loss, rows, masks, mesh=self._loss_mesh)
         problems = [
-            self._accumulate_gradients(first_row + index, row, mask_T, proximal[index], counts, sums, taken)
+            self._accumulate_gradients(
+                first_row + index, row, mask_T, proximal[index], counts, sums, collector
+            )
             for index, (row, mask_T) in enumerate(zip(rows, masks, strict=True))
         ]
         # Before clipping, because a norm of nan makes every gradient nan.
@@ -265,7 +276,7 @@ class PolicyTrainer:
             num_padding_tokens=sums.num_padding_tokens,
             metrics=metrics,
             bad=bad,
-            tokens=taken.report,
+            tokens=collector.report,
         )
 
     def _accumulate_gradients(
@@ -276,14 +287,14 @@ class PolicyTrainer:
         proximal_logprobs_T: torch.Tensor | None,
         counts: TargetCounts,
         sums: StepSums,
-        taken: TokenCollector,
+        collector: TokenCollector,
     ) -> str | None:
         """Add a row's gradients; return a description of non-finite values in its loss, or None."""
         ref_logprobs_T = None if self._reference is None else self._reference(row)
         # The backward pass recomputes checkpointed layers, which have to use the same experts.
         noted_ML = self._decisions.note(row)
         with self._forward.replay(row, noted_ML):
-            predictions = self._forward.predictions(row, asked_ids_TK=student_ids_of(row, self._loss))
+            predictions = self._forward.predictions(row, extra_ids_TK=student_ids_of(row, self._loss))
             tokens = row_tokens(
                 row,
                 predictions,
@@ -301,7 +312,7 @@ class PolicyTrainer:
         logprobs_T, behavior_T = tokens.logprobs_T.detach(), tokens.behavior_logprobs_T
         assert predictions.entropies_T is not None
         sums.add_row(row, tokens, result, predictions.entropies_T)
-        taken.add(row, tokens, result, predictions.entropies_T, noted_ML)
+        collector.add(row, tokens, result, predictions.entropies_T, noted_ML)
         if self._probe.is_due():
             with torch.no_grad():
                 unreplayed_T = self.logprobs(row, replay_routing=False)

@@ -27,5 +27,7 @@ class TrainerSetup:
     """Maximum age of trained tokens in versions; older ones are left out of the loss and its denominator."""
     resume_from: Path | None = None
     """Checkpoint of a run to continue from."""
+    reserved_gpu_bytes: int | None = None
+    """GPU memory that the trainer's allocator leaves free, for an engine on the same GPU; None: no limit."""
     bad_steps: Path | None = None
     """Folder for the rows of batches with a bad step; None: they are not saved."""

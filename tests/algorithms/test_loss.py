@@ -118,7 +118,7 @@ def test_an_objective_of_ones_own(factory: str) -> None:
     expected = torch.where(row.mask_T, 3.0 * row.logprobs_T, 0.0).sum() / 4.0
     torch.testing.assert_close(loss(row, total=4.0).loss, expected)
     assert loss.needs_proximal == (factory == "OwnObjective")
-    assert pickle.loads(pickle.dumps(loss)) == loss, "it travels to the trainer's procs"
+    assert pickle.loads(pickle.dumps(loss)) == loss, "it travels to the trainer's processes"
 
 
 def test_an_estimator_and_an_aggregation_of_ones_own() -> None:

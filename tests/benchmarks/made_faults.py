@@ -40,11 +40,11 @@ class Watched:
 
     def list_processes(self, *roles: tuple[str, int], controller: int | None = None) -> None:
         """The role of each process, whose ranks are counted, and its pid."""
-        procs = [
+        processes = [
             {"role": role, "rank": [one for one, _ in roles[:index]].count(role), "pid": pid}
             for index, (role, pid) in enumerate(roles)
         ]
-        listed = {"controller": controller or os.getpid(), "procs": procs}
+        listed = {"controller": controller or os.getpid(), "procs": processes}
         (self.run_dir / "procs.json").write_text(json.dumps(listed))
 
     def write(self, name: str, *lines: dict[str, Any]) -> None:

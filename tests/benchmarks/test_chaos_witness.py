@@ -56,7 +56,7 @@ def test_the_config_that_is_written_is_one(tmp_path: Path) -> None:
         chaos_witness.write(tmp_path / "other", num_steps=100_000)
 
 
-@starts(Starts.PROCS)
+@starts(Starts.PROCESSES)
 def chaos(out: Path, *arguments: str) -> tuple[int, str]:
     command = [sys.executable, "benchmarks/chaos.py", "--out", str(out), *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)

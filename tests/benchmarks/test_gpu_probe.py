@@ -206,7 +206,7 @@ def test_the_trainers_part_runs() -> None:
     assert well(line), line
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 def test_without_torchtitan_the_others_still_run() -> None:
     """Parts whose modules need torch alone, in a process where TorchTitan cannot be imported."""
     script = (
@@ -233,7 +233,7 @@ def apart(tmp_path: Path, script: str, *, limit_s: float = 250.0) -> gpu_probe.L
     return gpu_probe.run_apart([sys.executable, str(file)], "x", limit_s=limit_s, environment=environment)
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 def test_a_part_that_hangs_is_stopped_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Begun(subprocess.Popen):  # type: ignore[type-arg]
         """Its time begins once it has written what it found."""
@@ -253,7 +253,7 @@ def test_a_part_that_hangs_is_stopped_and_told(tmp_path: Path, monkeypatch: pyte
     assert "stopped after its limit" in gpu_probe.table([line])
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 def test_a_part_that_crashes_says_how(tmp_path: Path) -> None:
     line = apart(tmp_path, "print('last words', flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)")
     assert line["errors"] == {"process": "ended by SIGSEGV"} and line["log_tail"] == ["last words"]
@@ -274,7 +274,7 @@ def test_errors_of_cases_leave_the_others_and_numbers_are_json() -> None:
     assert not content["ok"]
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 def test_the_script_writes_a_line_for_every_part(tmp_path: Path) -> None:
     """With no time for any of them: imports of torch would take longer than all else here."""
     file = tmp_path / "out" / "probe.json"

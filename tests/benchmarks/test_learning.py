@@ -113,7 +113,7 @@ def test_a_complete_run_is_not_run_again_and_refused_with_other_overrides(tmp_pa
         learning.ensure_run(VARIANT, 3, NUM_STEPS + 1, tmp_path, ())
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 def test_a_run_that_was_cut_short_starts_afresh(tmp_path: Path) -> None:
     run_dir = prepared(tmp_path, num_steps=NUM_STEPS - 1, extra=("no_such_key=1",))
     # The app refuses the unknown key before it starts anything: what is left shows what the driver did.

@@ -17,7 +17,7 @@ from tests.support.cluster.cluster import PARTITION, Cluster, HeadRun
 from tests.support.cluster.machines import ABSENT
 from tests.support.warm_python import REAL_PYTHON
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.procs, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.processes, pytest.mark.timeout(900)]
 
 STEP_S = 300.0
 """Seconds to the first step on a busy machine."""

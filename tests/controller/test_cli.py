@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.procs
+pytestmark = pytest.mark.processes
 
 APP = """
 import asyncio, sys, time

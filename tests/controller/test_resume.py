@@ -24,7 +24,7 @@ from forgeasync.rollouts import sweep_stale_folders
 from forgeasync.schema import ConfigError
 from forgeasync.testing import tiny_config
 
-pytestmark = pytest.mark.procs
+pytestmark = pytest.mark.processes
 
 
 CONTROLLER = """

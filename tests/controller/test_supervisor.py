@@ -20,7 +20,7 @@ from forgeasync.processes import is_running
 from tests.support.disks import Disk, install
 from tests.support.processes import wait_until
 
-pytestmark = pytest.mark.procs
+pytestmark = pytest.mark.processes
 
 RUN = """
 import json, os, signal, subprocess, sys, time

@@ -23,7 +23,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_run(tmp_path_factory.mktemp("evaluate"), "evaluation.num_problems=6", scale=8.0)
 
 
-@starts(Starts.PROCS)
+@starts(Starts.PROCESSES)
 def evaluate(config_file: Path, *arguments: str) -> tuple[int, str, str]:
     process = subprocess.Popen(
         [sys.executable, "-m", "apps.evaluate", "--config", str(config_file), *arguments],

@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("examples") / "model")
 
 
-@starts(Starts.PROCS)
+@starts(Starts.PROCESSES)
 def run(name: str, *arguments: str, search_path: Path | None = None) -> str:
     """``search_path`` has modules of the user's own."""
     more = {} if search_path is None else {"PYTHONPATH": f"{search_path}:{REPOSITORY}"}

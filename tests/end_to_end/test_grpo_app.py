@@ -1,4 +1,4 @@
-"""The command as a user runs it: exit codes, files, deaths, interrupts. Every run has real procs."""
+"""The command as a user runs it: exit codes, files, deaths, interrupts. Every run has real processes."""
 
 import json
 import os

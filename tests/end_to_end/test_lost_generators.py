@@ -38,8 +38,8 @@ class Run:
         self.until(lambda: self.num_steps() >= wanted)
 
     def pid(self, rank: int) -> int:
-        procs = json.loads((self.run_dir / "procs.json").read_text())["procs"]
-        return next(one["pid"] for one in procs if (one["role"], one["rank"]) == ("generator", rank))
+        processes = json.loads((self.run_dir / "procs.json").read_text())["procs"]
+        return next(one["pid"] for one in processes if (one["role"], one["rank"]) == ("generator", rank))
 
     def events(self, event: str) -> list[dict[str, object]]:
         file = self.run_dir / "faults.jsonl"

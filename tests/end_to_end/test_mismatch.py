@@ -10,7 +10,7 @@ import pytest
 
 from forgeasync.testing import write_tiny_model
 
-pytestmark = [pytest.mark.procs, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -1,4 +1,4 @@
-"""Interrupted and resumed as a user does it: the command, with real procs, against a run left alone."""
+"""Interrupted and resumed as a user does it: the command, with real processes, against a run left alone."""
 
 import json
 import os

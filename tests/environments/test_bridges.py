@@ -30,7 +30,7 @@ from tests.support.bridges.programs import (
     verifiers_bridge,
 )
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.procs]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.processes]
 
 WORD = {name: f"record.{name}" for name in ("turns", "behavior")} | {"prompt": "prompt", "answer": "answer"}
 SEED = {"prompt": "prompt", "seed": "index"}

@@ -126,7 +126,7 @@ def told(agent: ScriptedAgent) -> list[str]:
     return [message["content"] for message in agent.heard[-1] if message["role"] == "tool"]
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 def test_python_keeps_its_variables_and_tells_of_errors() -> None:
     section = section_of(kind="python_tool", system_prompt="Use Python.", answer={"prefix": "Answer:"})
     score, agent = run(
@@ -150,7 +150,7 @@ def test_python_keeps_its_variables_and_tells_of_errors() -> None:
     assert agent.tools[0][0].name == "python"
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("limit_s", "told_first"),
     [(0.2, ""), pytest.param(20.0, "begun\n", marks=pytest.mark.exhaustive)],
@@ -172,7 +172,7 @@ def test_python_that_takes_too_long_is_ended_and_what_it_printed_is_told(
     assert agent.tool_calls == {ToolStatus.TIMEOUT: 1}
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 def test_what_python_prints_is_cut() -> None:
     section = section_of(kind="python_tool", max_result_characters=200)
     _, agent = run(section, scripted_turn("", python(0, "print('x' * 1000)")), "14")
@@ -180,7 +180,7 @@ def test_what_python_prints_is_cut() -> None:
     assert agent.tool_calls == {ToolStatus.CUT: 1}
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 def test_code_that_ends_its_own_sandbox_is_no_fault_of_the_infrastructure() -> None:
     kill = (
         "import os, signal, time\n"
@@ -197,7 +197,7 @@ def test_code_that_ends_its_own_sandbox_is_no_fault_of_the_infrastructure() -> N
         )
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 async def test_without_a_sandbox_the_episode_is_interrupted() -> None:
     section = section_of(kind="python_tool")
     environment = build_environment(section, Bubblewrap(program="/no/such/bwrap"))
@@ -207,7 +207,7 @@ async def test_without_a_sandbox_the_episode_is_interrupted() -> None:
     assert problem.field == "sandbox.kind"
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 async def test_a_model_without_a_chat_template_calls_python_in_plain_text() -> None:
     tokenizer = make_tokenizer(None, newline=False)
     # The generator cuts a turn's text where a text of ``stop`` begins.
@@ -230,7 +230,7 @@ async def test_a_model_without_a_chat_template_calls_python_in_plain_text() -> N
     assert agent.num_rewritten == 0
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 def test_half_a_plain_call_is_told() -> None:
     section = section_of(kind="python_tool", plain_calls=PLAIN | {"error_text": None})
     half = dataclasses.replace(scripted_turn("[7+"), finish_reason=FinishReason.LENGTH)
@@ -241,7 +241,7 @@ def test_half_a_plain_call_is_told() -> None:
     assert agent.tools == [(), ()]
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 def test_tools_of_a_server_lead_to_an_answer() -> None:
     section = section_of(kind="mcp", servers={"tests": SERVER}, answer={"match": "number"}, max_rounds=1)
     add = ToolCall(id="call_0", name="add", arguments={"a": 7, "b": 8})
@@ -251,7 +251,7 @@ def test_tools_of_a_server_lead_to_an_answer() -> None:
     assert (score.value, agent.tool_calls) == (1.0, {ToolStatus.OK: 1})
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 def test_a_server_that_cannot_be_used_is_found_before_the_run() -> None:
     wrong = SERVER | {"command": [sys.executable, "-c", "raise SystemExit('no licence')"]}
     section = section_of(kind="mcp", servers={"good": SERVER, "wrong": wrong}, start_s=60.0)

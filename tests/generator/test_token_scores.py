@@ -76,10 +76,14 @@ def test_scores_are_those_of_transformers(tmp_path: Path) -> None:
         np.testing.assert_allclose(wide.topk_TK, likeliest.values, atol=5e-5)
         of_ids_TK = logprobs_TV.gather(1, torch.from_numpy(wide.ids_TK.astype(np.int64)))
         np.testing.assert_allclose(wide.topk_TK, of_ids_TK, atol=5e-5)
-        asked_TK = given_ids(len(ids_S) - NUM_PROMPT, vocab_size)
-        np.testing.assert_array_equal(given.ids_TK, asked_TK)
-        expected_TK = logprobs_TV.gather(1, torch.from_numpy(asked_TK.clip(min=0).astype(np.int64))).numpy()
-        np.testing.assert_allclose(given.topk_TK, np.where(asked_TK == NO_ID, np.nan, expected_TK), atol=5e-5)
+        scored_ids_TK = given_ids(len(ids_S) - NUM_PROMPT, vocab_size)
+        np.testing.assert_array_equal(given.ids_TK, scored_ids_TK)
+        expected_TK = logprobs_TV.gather(
+            1, torch.from_numpy(scored_ids_TK.clip(min=0).astype(np.int64))
+        ).numpy()
+        np.testing.assert_allclose(
+            given.topk_TK, np.where(scored_ids_TK == NO_ID, np.nan, expected_TK), atol=5e-5
+        )
         assert (given.versions_T == 0).all()
 
 

@@ -102,7 +102,7 @@ def _marked(names: Iterable[str]) -> list[object]:
     ]
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 @pytest.mark.parametrize("name", _marked(CASES))
 def test_a_row_at_real_sizes(name: str, library: Path) -> None:
     outcome = _look(name, library)
@@ -151,7 +151,7 @@ def test_a_row_at_real_sizes(name: str, library: Path) -> None:
     ]
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 @pytest.mark.parametrize("name", _marked(CASES.keys() - TENSOR_PARALLEL))
 def test_memory_is_what_is_planned(name: str, library: Path) -> None:
     """Between 25 % below the plan and 10 % above: rank 0 has the part of a row that begins with a prompt.

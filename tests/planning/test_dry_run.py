@@ -214,7 +214,7 @@ SERVERS = "{a: {kind: stdio, command: [x]}, b: {kind: http, url: 'http://h'}}"
             "qwen3_30b_a3b",
             f"environment={{kind: coding}}; {EPISODES}",
             [
-                r"CPU procs +│ +6 │ controller, scorer, buffer, 3 environment workers",
+                r"CPU processes +│ +6 │ controller, scorer, buffer, 3 environment workers",
                 r"boxes +│ +1 │ for every live episode; sandbox.kind bubblewrap, up to 512 MiB",
                 r"live episodes +│ +<= 96 │ coding; 3 workers x episodes.max_live_per_worker",
             ],
@@ -253,7 +253,7 @@ SERVERS = "{a: {kind: stdio, command: [x]}, b: {kind: http, url: 'http://h'}}"
                 name,
                 "seed=0",
                 [
-                    rf"hosts, trainer +│ +{num_trainer} │ assumed, of 8 GPUs; 8 procs each",
+                    rf"hosts, trainer +│ +{num_trainer} │ assumed, of 8 GPUs; 8 processes each",
                     rf"hosts, generators +│ +{num_generators} │ assumed, of 8 GPUs; {replicas} each",
                     "configs/launchers/ssh.yaml",
                 ],

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -67,6 +68,18 @@ def test_size_and_method_are_as_stated(name: str) -> None:
     assert source.name == "eval/aime_2024" and source.rewards[0].kind == "math"
     # YAML's folding must leave a sentence, and nobody may have taken $Answer for a reference.
     assert aime.source.instruction.endswith("(without quotes) where $Answer is the answer to the problem.")
+
+
+@pytest.mark.parametrize("name", ["qwen3_0.6b_1gpu", "qwen3_1.7b_1gpu", "qwen3_0.6b_2gpu"])
+def test_small_configs_need_what_the_page_on_gpus_says(name: str) -> None:
+    config, facts = large(name)
+    assert check_config(config, facts) == []
+    page = (CONFIGS.parent / "docs" / "gpu.md").read_text(encoding="utf-8")
+    row = re.search(rf"\| `{name}` \| (\d) of 24 GB \| [^|]+ \| ([\d.]+) GiB", page)
+    assert row is not None and num_gpus_needed(config) == int(row[1])
+    sections = memory_plan(resolve(config, facts), facts)
+    most = max(one.total.num_bytes for one in sections if one.total is not None)
+    assert f"{most / 2**30:.1f}" == row[2]
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -49,7 +49,7 @@ def test_weights_and_optimizer_count() -> None:
     run = minimal_config("generator.kv_cache_gib=4")
     message = only(list(check_memory(run, LARGE, host_bytes=42 * GIB)))
     assert "must be at most 1.99:" in message and "8 GiB for the weights" in message
-    assert "32 GiB for parameters and optimizer of 1 trainer procs" in message
+    assert "32 GiB for parameters and optimizer of 1 trainer processes" in message
     assert list(check_memory(run, LARGE, host_bytes=45 * GIB)) == []
     message = only(list(check_memory(run, LARGE, host_bytes=39 * GIB)))
     assert message.startswith("model.path = ") and "has 39 GiB of memory available" in message

@@ -106,7 +106,7 @@ def test_what_is_missing_has_failed(tmp_path: Path) -> None:
         (run_dir.checkpoints / file).unlink()
     verdicts = _verdicts(_config(), run_dir)
     failed = {part for part, verdict in verdicts.items() if verdict is Verdict.FAILED}
-    processes = {"trainer procs", "generators", "other roles"}
+    processes = {"trainer processes", "generators", "other roles"}
     assert failed == processes | {"steps", "publish, fetch, swap", "evaluation", "checkpoint", "export"}
 
 

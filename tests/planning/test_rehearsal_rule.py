@@ -200,7 +200,7 @@ def test_a_machine_with_less_memory_rehearses_fewer_replicas_with_the_same_degre
 def test_a_machine_that_is_too_small_is_refused_with_its_figures() -> None:
     config = load_config([LARGE], [])
     capacity = Capacity(memory_bytes=6 * GIB, num_gpus=0)
-    with pytest.raises(ConfigError, match=r"8 trainer procs and one engine of 2; it needs .* has 6 GiB"):
+    with pytest.raises(ConfigError, match=r"8 trainer processes and one engine of 2; it needs .* has 6 GiB"):
         rehearsed(config, facts_of(config), stage(capacity))
 
 
@@ -236,6 +236,13 @@ def test_a_machine_with_gpus_rehearses_what_they_hold() -> None:
     small = rehearsal.config
     assert small.launcher.kind == "local" and small.generator.compile
     assert (small.trainer.parallel.num_procs, small.generator.num_replicas) == (4, 2)
+
+
+@pytest.mark.parametrize(("name", "num_gpus"), [("0.6b_1gpu", 1), ("1.7b_1gpu", 1), ("0.6b_2gpu", 2)])
+def test_small_configs_are_rehearsed_on_the_gpus_that_they_need(name: str, num_gpus: int) -> None:
+    config = load_config([CONFIGS / f"qwen3_{name}.yaml"])
+    gpus = Capacity(memory_bytes=60 * GIB, num_gpus=num_gpus)
+    assert_legal(rehearsed(config, facts_of(config), stage(gpus, num_gpus=num_gpus)), num_gpus=num_gpus)
 
 
 @given(st.data())

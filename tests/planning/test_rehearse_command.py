@@ -1,4 +1,4 @@
-"""``--rehearse`` as it is typed: what it refuses, and topologies in real procs."""
+"""``--rehearse`` as it is typed: what it refuses, and topologies in real processes."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ OF_TWO_HOSTS = (
     # Kept sets are part of the path too, and the config keeps the whole vocabulary.
     "sampling.top_k=20",
 )
-"""Four trainer procs, two engines of two processes, two hosts; the rest is as in the config."""
+"""Four trainer processes, two engines of two processes, two hosts; the rest is as in the config."""
 
 PATIENCE_S = 900.0
 """For a dozen processes that import torch or vLLM on few cores."""

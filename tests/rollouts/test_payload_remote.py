@@ -1,4 +1,4 @@
-"""Payloads read by a proc that shares no memory with their owner: real Monarch procs, real RDMABuffer.
+"""Payloads read by a proc that shares no memory with their owner: real Monarch processes, real RDMABuffer.
 
 The reader's proc fails as soon as it opens anything in the owner's folder.
 """
@@ -28,7 +28,7 @@ from forgeasync.rollouts import (
 from forgeasync.runtime import spawn_role
 from tests.support.payloads import HOST, MIB, assert_same, make_payload
 
-pytestmark = pytest.mark.procs
+pytestmark = pytest.mark.processes
 
 NUM_TOKENS = (500, 0, 60_000, 1)
 """Of the payloads of the first group; the reader's memory grows and is reused."""

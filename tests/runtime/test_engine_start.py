@@ -63,7 +63,7 @@ async def _answer_while_building(folder: Path, pipe: Path, logs: Path) -> tuple[
     return pid, str(failed.value)
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 @pytest.mark.exhaustive
 def test_a_process_answers_while_its_engine_is_built(tmp_path: Path) -> None:
     folder, pipe = write_tiny_model(tmp_path / "hf"), tmp_path / "pipe"

@@ -37,7 +37,7 @@ from forgeasync.runtime import (
 )
 from forgeasync.testing import tiny_config, write_tiny_model
 
-pytestmark = [pytest.mark.procs, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
 PROMPT = np.arange(3, 15, dtype=np.int32)
 SAMPLING = SamplingSection(max_response_tokens=140)

@@ -121,6 +121,10 @@ def test_good_hosts_pass_in_silence() -> None:
             facts(H100, dataclasses.replace(H100, free_bytes=12 * GIB)),
             "GPU 1 = '12 GiB free': must have 54 of its 79 GiB free.*nvidia-smi.*end them",
         ),
+        (
+            facts(dataclasses.replace(H100, compute_mode="Prohibited"), H100),
+            "GPU 0 = 'compute mode Prohibited': .* must be Default .nvidia-smi -i 0 -c DEFAULT",
+        ),
         (facts(V100, V100), r"GPU 0 = 'V100': has compute capability 7.0; must have 8.0 \(A100\) or more"),
     ],
 )
@@ -204,9 +208,9 @@ def test_every_problem_of_every_host_is_listed() -> None:
 
 
 TABLE = """\
-0, GPU-aaaa1111-0000, NVIDIA H100 80GB HBM3, 81559, 81004, 9.0, Disabled, 580.82.07
-1, GPU-bbbb2222-0000, NVIDIA H100 80GB HBM3, 81559, 512, 9.0, Enabled, 580.82.07
-2, GPU-cccc3333-0000, NVIDIA A100-SXM4-40GB, 40960, 40960, 8.0, [N/A], 580.82.07
+0, GPU-aaaa1111-0000, NVIDIA H100 80GB HBM3, 81559, 81004, 9.0, Disabled, Default, 580.82.07
+1, GPU-bbbb2222-0000, NVIDIA H100 80GB HBM3, 81559, 512, 9.0, Enabled, Default, 580.82.07
+2, GPU-cccc3333-0000, NVIDIA A100-SXM4-40GB, 40960, 40960, 8.0, [N/A], Exclusive_Process, 580.82.07
 """
 HEADER = "| NVIDIA-SMI 580.82.07    Driver Version: 580.82.07    CUDA Version: 13.0     |"
 
@@ -238,6 +242,7 @@ def test_nvidia_smi_is_read(smi: Path) -> None:
     assert (found.driver, found.driver_cuda, found.trouble) == ("580.82.07", (13, 0), None)
     assert [gpu.name for gpu in found.gpus] == ["NVIDIA H100 80GB HBM3"] * 2 + ["NVIDIA A100-SXM4-40GB"]
     assert [gpu.is_sliced for gpu in found.gpus] == [False, True, False]
+    assert [gpu.compute_mode for gpu in found.gpus] == ["Default", "Default", "Exclusive_Process"]
     assert [gpu.capability for gpu in found.gpus] == [(9, 0), (9, 0), (8, 0)]
     assert found.gpus[1].memory_bytes == 81559 * 2**20 and found.gpus[1].free_bytes == 512 * 2**20
     # This torch is the CPU's.
@@ -284,7 +289,11 @@ def test_a_host_without_devices_still_has_a_driver(
     [
         (None, 0, "there is no nvidia-smi"),
         ("NVIDIA-SMI has failed because it couldn't\ntalk", 9, "exit code 9: NVIDIA-SMI has failed because"),
-        ("0, GPU-a, H100, 81559, [Unknown Error], 9.0, Disabled, 1\n", 0, "in a way that is not understood"),
+        (
+            "0, GPU-a, H100, 81559, [Unknown Error], 9.0, Disabled, Default, 1\n",
+            0,
+            "in a way that is not understood",
+        ),
         ("0, GPU-a, H100\n", 0, "describes a GPU in a way that is not understood"),
     ],
 )
@@ -335,7 +344,7 @@ def test_the_compiler_is_the_one_that_triton_takes(smi: Path, monkeypatch: pytes
         assert gather_gpu_facts(None).compiler is None
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 async def test_an_agent_looks_at_the_gpus_of_its_host(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at its own, which are none."""
     make_smi(smi, TABLE)
@@ -358,7 +367,7 @@ FULL = (
 ONE_PROC = "trainer.parallel.num_procs=1"
 REFUSED_1GPU = (
     r"generator.kv_cache_gib = .*the trainer with the generator needs .*of host host-0 has .*"
-    r"GiB are the trainer's and .*configs/qwen3_0.6b_1gpu.yaml"
+    r"GiB are the trainer's, .*, 2 for CUDA contexts: .*configs/qwen3_0.6b_1gpu.yaml"
 )
 
 
@@ -390,7 +399,8 @@ def shipped(*names: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Mode
         ("qwen3_1.7b_1gpu", (), (1, 24_564, 24_544), [], False),
         ("qwen3_1.7b_1gpu", (), (1, 40_960, 40_940), [], False),
         ("qwen3_1.7b_1gpu", FULL, (1, 81_920, 81_900), [], False),
-        ("qwen3_0.6b_1gpu", (), (1, 16_376, 16_356), [], True),
+        ("qwen3_1.7b_1gpu", (), (1, 16_376, 16_356), [], True),
+        ("qwen3_0.6b_1gpu", (), (1, 16_376, 16_356), [REFUSED_1GPU], False),
         ("qwen3_0.6b_1gpu", (), (1, 12_288, 12_268), [REFUSED_1GPU], False),
         ("qwen3_1.7b_1gpu", FULL, (1, 40_960, 40_940), [REFUSED_1GPU], False),
         # The rest is another process's.
@@ -398,7 +408,7 @@ def shipped(*names: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Mode
             "qwen3_0.6b_1gpu",
             (),
             (1, 24_564, 12_000),
-            ["host host-0: GPU 0 = '11.7 GiB free': must have 15.8 of its 24 GiB free"],
+            ["host host-0: GPU 0 = '11.7 GiB free': must have 17.6 of its 24 GiB free"],
             False,
         ),
     ],
@@ -414,7 +424,7 @@ def test_a_local_run_needs_the_gpus_of_its_plan(
 ) -> None:
     """``gpus`` is their number, and the MiB that each one has, and has free."""
     num, memory_mib, free_mib = gpus
-    row = f"{{}}, GPU-{{}}, NVIDIA A100-SXM4-80GB, {memory_mib}, {free_mib}, 8.0, Disabled, 580.82.07\n"
+    row = f"{{}}, GPU-{{}}, NVIDIA A100, {memory_mib}, {free_mib}, 8.0, Disabled, Default, 580.82.07\n"
     make_smi(smi, "".join(row.format(index, index) for index in range(num)))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
@@ -424,6 +434,25 @@ def test_a_local_run_needs_the_gpus_of_its_plan(
     for problem, words in zip(found, refused, strict=True):
         assert re.match(words, str(problem)), problem
     assert bool(warnings) == is_warned_of
+
+
+@pytest.mark.parametrize(("is_shared", "has_mps", "passes"), [(0, 0, 1), (1, 1, 1), (1, 0, 0)])
+def test_an_exclusive_gpu_is_for_one_process_or_for_mps(is_shared: int, has_mps: int, passes: int) -> None:
+    exclusive = dataclasses.replace(H100, compute_mode="Exclusive_Process")
+    shared = dataclasses.replace(
+        host(facts(exclusive, exclusive, has_mps=bool(has_mps))), is_shared=bool(is_shared)
+    )
+    assert problems(shared) == [] if passes else all("must be Default" in one for one in problems(shared))
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_mps_is_found_by_the_pipe_of_its_control_daemon(
+    smi: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(smi))
+    if is_there:
+        (smi / "control").touch()
+    assert gather_gpu_facts(None).has_mps is is_there
 
 
 def test_a_torch_for_cpus_asks_nobody(smi: Path) -> None:

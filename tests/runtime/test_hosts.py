@@ -136,7 +136,7 @@ class Seen(Actor):
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 async def test_procs_of_a_job_with_some_of_a_hosts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5d12,6")
     mesh = spawn_role(this_host(), "seen", num_procs=2, gpus_per_proc=[[2], [0, 1]])
@@ -155,13 +155,13 @@ class Asked(Actor):
     def pid(self):
         return os.getpid()
 
-procs = spawn_role(this_host(), "trainer", num_procs=1)
-print(procs.spawn("asked", Asked).pid.call_one().get(), flush=True)
+processes = spawn_role(this_host(), "trainer", num_procs=1)
+print(processes.spawn("asked", Asked).pid.call_one().get(), flush=True)
 sys.stdin.read()
 """
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 def test_a_proc_is_a_program_and_ends_with_the_process_that_has_started_it() -> None:
     controller = subprocess.Popen(
         [REAL_PYTHON, "-c", CONTROLLER],
@@ -216,7 +216,7 @@ def can_make_pid_namespaces() -> bool:
     return subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode == 0
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 @pytest.mark.skipif(not can_make_pid_namespaces(), reason="this machine makes no namespaces of processes")
 def test_a_worker_that_is_process_one_is_ended() -> None:
     port = free_port()
@@ -349,7 +349,7 @@ async def test_a_host_that_ends_during_a_call_is_missed_at_once(
         await watching
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 async def test_a_host_of_a_job_acts_through_its_agent(tmp_path: Path) -> None:
     mesh = spawn_role(this_host(), "agent", num_procs=1)
     agent = mesh.spawn("agent", HostAgent, tmp_path / "agent.log", 600.0)
@@ -370,7 +370,7 @@ async def test_a_host_of_a_job_acts_through_its_agent(tmp_path: Path) -> None:
 async def test_nothing_is_asked_of_a_host_that_is_lost_to_end_its_procs(
     problem: str | None, num_calls: int
 ) -> None:
-    """Its answer would never come, and the run waits for the end of its procs."""
+    """Its answer would never come, and the run waits for the end of its processes."""
     agent = Agent()
     await with_agent(HOSTS[0], agent, problem).kill(7)
     assert agent.num_beats == num_calls

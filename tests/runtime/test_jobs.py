@@ -47,7 +47,7 @@ from tests.support.config_samples import CONFIGS, FACTS, MINIMAL_FILE
 from tests.support.processes import run_apart
 
 LARGE = CONFIGS / "qwen3_30b_a3b.yaml"
-"""16 trainer procs, 8 replicas of 2 GPUs."""
+"""16 trainer processes, 8 replicas of 2 GPUs."""
 
 SLURM_YAML = "launcher={kind: slurm, gpus_per_host: 8, partition: gpu}"
 
@@ -157,7 +157,7 @@ def test_a_dry_run_shows_hosts_and_script_and_starts_nothing(tmp_path: Path) -> 
     assert code == 0, err
     assert "\nwarning: launcher.cpus_per_task = 8: a host needs 34 by the plan" in out
     rows = {cells[1].strip(): cells[2:4] for line in out.splitlines() if len(cells := line.split("│")) > 4}
-    assert [cell.strip() for cell in rows["hosts, trainer"]] == ["2", "slurm, of 8 GPUs; 8 procs each"]
+    assert [cell.strip() for cell in rows["hosts, trainer"]] == ["2", "slurm, of 8 GPUs; 8 processes each"]
     assert rows["hosts, generators"][1].strip() == "slurm, of 8 GPUs; 4 replicas of 2 each"
     assert "\n#SBATCH --nodes=4\n" in out and f"--output={run_dir}/logs/" in out
     assert not run_dir.exists() and not err

@@ -117,7 +117,7 @@ def start(config_file: Path) -> Iterator[Callable[..., Run]]:
         send_signal(run.processes())
 
 
-@starts(Starts.PROCS)
+@starts(Starts.PROCESSES)
 def _start(config_file: Path, *overrides: str) -> Run:
     mark = uuid.uuid4().hex
     process = subprocess.Popen(

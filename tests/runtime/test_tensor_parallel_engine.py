@@ -37,9 +37,9 @@ async def _two_workers(config: RunConfig, folder: Path, logs: Path) -> tuple[lis
     # that it has imported, where Monarch's web server has objects that refuse to be looked at.
     from forgeasync.runtime import CancelledGroup, ProcessManager, RefusedGroup, start_generators
 
-    procs = ProcessManager(logs)
+    processes = ProcessManager(logs)
     try:
-        generators = await start_generators(procs, config, read_model_facts(str(folder)), folder)
+        generators = await start_generators(processes, config, read_model_facts(str(folder)), folder)
         texts = []
         for number, prompt in enumerate(PROMPTS):
             answer = await generators.sample_group(number, prompt, num_samples=1, sampling=GREEDY)
@@ -48,7 +48,7 @@ async def _two_workers(config: RunConfig, folder: Path, logs: Path) -> tuple[lis
         workers = list(workers_of(logs))
         return texts, [library_address(one.pid) == library_address(one.ppid()) for one in workers]
     finally:
-        await procs.close()
+        await processes.close()
 
 
 def workers_of(logs: Path) -> Iterator[psutil.Process]:
@@ -76,7 +76,7 @@ def library_address(pid: int) -> bytes:
     return next(line for line in read(pid, "maps").splitlines() if b"/libc.so" in line).split()[0]
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_its_workers_are_spawned_and_sample_what_one_worker_does(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Trainer ranks as procs, called back to back: versions are of their own steps, errors have tracebacks."""
+"""Trainer ranks as processes, called back to back: versions are of their own steps, errors have traces."""
 
 import asyncio
 from dataclasses import dataclass
@@ -60,9 +60,9 @@ class Seen:
 
 
 async def _scenario(setup: TrainerSetup, out: Path) -> Seen:
-    procs = ProcessManager(out, LocalHosts())
+    processes = ProcessManager(out, LocalHosts())
     try:
-        trainer = await start_trainer(procs, setup, TimeoutSection())
+        trainer = await start_trainer(processes, setup, TimeoutSection())
         layout = await trainer.lay_out_weights(Dtype.FLOAT32)
         folders = [out / f"staging-{rank}" for rank in range(NUM_RANKS)]
         for folder in folders:
@@ -98,10 +98,10 @@ async def _scenario(setup: TrainerSetup, out: Path) -> Seen:
             await trainer.train_rows([["no row"]] * NUM_RANKS, step=3)  # type: ignore[list-item]
         return Seen(staged=staged, policy_versions=found[4::5], error=caught.value)
     finally:
-        await procs.close()
+        await processes.close()
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 @pytest.mark.exhaustive
 def test_versions_are_those_of_their_steps_however_close_the_calls(tmp_path: Path) -> None:
     setup = _setup(write_tiny_model(tmp_path / "hf"))

@@ -112,14 +112,14 @@ def make_setup(model: Path, loss: Loss, **recovery: object) -> TrainerSetup:
 
 
 async def start_looking_after(
-    procs: ProcessManager, setup: TrainerSetup, out: Path, told: list[str], timeouts: TimeoutSection
+    processes: ProcessManager, setup: TrainerSetup, out: Path, told: list[str], timeouts: TimeoutSection
 ) -> TrainerRecovery:
     async def reconnect(*weights: object) -> None:
         told.append("generators connected again")
 
     # Monarch reports the ends of an earlier test's trainer late, and a report does not say whose it is.
-    procs.owned.update(OWN_ACTORS)
-    trainer = await start_trainer(procs, setup, timeouts)
+    processes.owned.update(OWN_ACTORS)
+    trainer = await start_trainer(processes, setup, timeouts)
     generators = SimpleNamespace(
         actors=None, reconnect_weights=reconnect, pool=SimpleNamespace(follow=lambda act: None)
     )
@@ -129,7 +129,7 @@ async def start_looking_after(
     folders = await make_folders([one.host for one in trainer.members], sizes)
     await trainer.open_staging(folders, "shared_memory", generator_hosts=frozenset())
     recovery = TrainerRecovery(
-        procs,
+        processes,
         setup,
         timeouts,
         trainer=trainer,
@@ -145,9 +145,9 @@ async def make_steps(
     setup: TrainerSetup, batches: list[Minibatches], out: Path, timeouts: TimeoutSection
 ) -> Made:
     told: list[str] = []
-    procs = ProcessManager(out, LocalHosts(), faults=FaultLog(out / "faults.jsonl", told.append))
+    processes = ProcessManager(out, LocalHosts(), faults=FaultLog(out / "faults.jsonl", told.append))
     try:
-        trainer = await start_looking_after(procs, setup, out, told, timeouts)
+        trainer = await start_looking_after(processes, setup, out, told, timeouts)
         exchange = WeightExchange(WeightLedger(lease_timeout_s=60.0))
         trainer.when_buffers_are_new(lambda: exchange.change(lambda ledger: ledger.forget_committed()))
         metrics, staged = [], []
@@ -172,18 +172,18 @@ async def make_steps(
         await trainer.begin_checkpoint(out / checkpoint_name(NUM_STEPS), run_state=b"end", keep=5)
         await trainer.finish_checkpoint()
         assert (out / checkpoint_name(NUM_STEPS)).is_dir()
-        assert not procs._failure.done(), "deaths that are looked after end no run"
+        assert not processes._failure.done(), "deaths that are looked after end no run"
         return Made(
             metrics=metrics,
             staged=staged,
             state=read_checkpoint(out / checkpoint_name(NUM_STEPS)),
             early=read_checkpoint(out / checkpoint_name(CHECKPOINT_AFTER)),
-            faults=procs.faults.metrics(),
+            faults=processes.faults.metrics(),
             num_made_again=trainer.metrics()["trainer/num_steps_made_again"],
             told=told,
         )
     finally:
-        await procs.close()
+        await processes.close()
 
 
 def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
@@ -251,7 +251,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert not differ
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 def test_a_rank_that_dies_over_the_snapshot_of_a_step_that_was_answered(
     world: World, undisturbed: Made, tmp_path: Path
 ) -> None:
@@ -260,7 +260,7 @@ def test_a_rank_that_dies_over_the_snapshot_of_a_step_that_was_answered(
     assert made.num_made_again == 1, "step 4 had no snapshot on rank 0"
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 @pytest.mark.exhaustive
 @pytest.mark.timeout(LONG_S)
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_ranks_that_end_in_other_ways_and_at_other_moments(
         assert made.num_made_again <= 1, "the snapshot is written beside"
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 @pytest.mark.exhaustive
 @pytest.mark.timeout(LONG_S)
 def test_a_rank_that_is_stopped(world: World, undisturbed: Made, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_rank_that_is_stopped(world: World, undisturbed: Made, tmp_path: Path)
     assert "; the controller waits in " in told and "train" in told.partition("waits in ")[2]
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 @pytest.mark.exhaustive
 @pytest.mark.timeout(LONG_S)
 def test_a_collective_that_never_ends(world: World, undisturbed: Made, tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_collective_that_never_ends(world: World, undisturbed: Made, tmp_path:
     assert any("is stuck: the trainer making step 2 took longer than 60 s" in text for text in made.told)
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 @pytest.mark.exhaustive
 @pytest.mark.timeout(LONG_S)
 def test_a_checkpoint_whose_writer_dies_is_written_again(
@@ -317,7 +317,7 @@ def test_a_checkpoint_whose_writer_dies_is_written_again(
     check(made, undisturbed, num_faults=1)
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 @pytest.mark.exhaustive
 @pytest.mark.timeout(LONG_S)
 def test_snapshots_of_every_other_step(world: World, undisturbed: Made, tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_snapshots_of_every_other_step(world: World, undisturbed: Made, tmp_path
     assert made.num_made_again == 1, "step 3"
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 @pytest.mark.exhaustive
 @pytest.mark.timeout(LONG_S)
 def test_a_step_that_was_rolled_back_is_made_and_rolled_back_again(world: World, tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_a_step_that_was_rolled_back_is_made_and_rolled_back_again(world: World,
     assert made.num_made_again == 1
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 @pytest.mark.exhaustive
 @pytest.mark.timeout(LONG_S)
 def test_a_trainer_that_dies_again_and_again_ends_the_run_with_the_first_failure(

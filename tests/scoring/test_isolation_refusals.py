@@ -140,7 +140,7 @@ def test_a_pool_starts_no_process_behind_layers_that_nobody_has_accepted(install
     assert pool.pids == ()
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 def test_the_function_for_notebooks_asks_too(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     from forgeasync.scoring import verifier_pool
 

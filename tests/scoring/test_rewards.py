@@ -46,7 +46,7 @@ from forgeasync.scoring import (
 from tests.support.config_samples import minimal_config, source_with
 
 # Workers are processes of their own.
-pytestmark = pytest.mark.procs
+pytestmark = pytest.mark.processes
 
 OWN = "tests.support.own_rewards"
 TASK = Task(

@@ -47,7 +47,7 @@ from tests.support.hostile_answers import hostile_answers
 from tests.support.processes import wait_until_gone
 
 # Workers are processes of their own.
-pytestmark = pytest.mark.procs
+pytestmark = pytest.mark.processes
 
 REPOSITORY = Path(__file__).parents[2]
 RIGHT = Score(value=1.0, is_correct=True)

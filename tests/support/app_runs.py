@@ -29,7 +29,7 @@ OF_STEP_0 = {key for key in ALWAYS if key.startswith("metrics/")} | {
 """Metrics of every step's line, and of the line before the first step."""
 
 
-@starts(Starts.PROCS)
+@starts(Starts.PROCESSES)
 def start(
     config_file: Path, *overrides: str, app: str = "apps.grpo", search_path: Path | None = None
 ) -> subprocess.Popen[str]:
@@ -63,7 +63,7 @@ def finish(process: subprocess.Popen[str], *, deadline_s: float = DEADLINE_S) ->
     return process.returncode, out, err
 
 
-@starts(Starts.PROCS)
+@starts(Starts.PROCESSES)
 def run_here(*arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of the command where it starts nothing and ends at once."""
     done = subprocess.run(

@@ -97,7 +97,7 @@ class Browser:
         return answer.json()["value"]
 
 
-@starts(Starts.PROCS)
+@starts(Starts.PROCESSES)
 @contextmanager
 def open_browser(profile: Path, *, width: int, height: int) -> Iterator[Browser]:
     """Start a browser and its driver; ``profile`` is a folder of its own."""

@@ -298,7 +298,7 @@ class Generators:
             self.swapped.append((replica, version))
         return [SwappedReplica(number=replica, report=SWAP) for replica in self.hosts[host]]
 
-    def taken(self, number: int) -> None:
+    def record_swap(self, number: int) -> None:
         self.table.change(lambda table: table.updated(number))
 
     def published(self, version: int) -> None:
@@ -519,7 +519,7 @@ class StartingFleet:
         self.faults = FaultLog()
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Start these instead of procs."""
+        """Start these instead of processes."""
 
         def trainer(manager: object, setup: TrainerSetup, timeouts: TimeoutSection) -> Trainer:
             self.max_token_age = setup.max_token_age

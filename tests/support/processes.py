@@ -138,7 +138,7 @@ def _run_rank(function: Callable[..., Any], arguments: tuple[Any, ...]) -> objec
         dist.destroy_process_group()
 
 
-@starts(Starts.PROCS)
+@starts(Starts.PROCESSES)
 def run_ranks(world_size: int, function: Callable[..., R], *arguments: object) -> list[R]:
     """The results of ``function(*arguments)`` on every rank; any rank's exception is raised."""
     # This process serves the store where ranks meet: a port for rank 0 could be taken before it listens.
@@ -163,7 +163,7 @@ def run_alone(function: Callable[..., R], *arguments: object) -> R:
     return call_in_processes("vllm", function, arguments, environments=[dict(os.environ)])[0]
 
 
-@starts(Starts.PROCS)
+@starts(Starts.PROCESSES)
 def run_apart(function: Callable[..., R], *arguments: object) -> R:
     """The same in a process that has imported TorchTitan."""
     return call_in_processes("torchtitan", function, arguments, environments=[dict(os.environ)])[0]

@@ -193,7 +193,7 @@ class ReplicaWorld:
             return False
         swapped = await self.router.finish_update(host, version)
         for one in swapped:
-            self.router.taken(one.number)
+            self.router.record_swap(one.number)
         return bool(swapped)
 
 

@@ -56,7 +56,7 @@ class Killed:
                 self.wrong += (f"group {group_id}: {scores}",)
 
 
-@starts(Starts.PROCS)
+@starts(Starts.PROCESSES)
 def kill_scorers(num_kills: int, *, num_replicas: int = 2) -> Killed:
     """Kill a scorer whenever two are there and groups have been scored since; see ``Killed``."""
     return asyncio.run(_kill_scorers(num_kills, num_replicas))
@@ -71,32 +71,32 @@ async def _kill_scorers(num_kills: int, num_replicas: int) -> Killed:
         "scorer.num_workers=1",
     )
     with tempfile.TemporaryDirectory() as folder:
-        procs = ProcessManager(Path(folder))
+        processes = ProcessManager(Path(folder))
         try:
-            groups = await start_scorer(procs, config)
-            assert procs.scorer is not None
-            watching = asyncio.create_task(procs.scorer.watch())
+            groups = await start_scorer(processes, config)
+            assert processes.scorer is not None
+            watching = asyncio.create_task(processes.scorer.watch())
             killed = Killed()
             running = [asyncio.create_task(killed.score(groups)) for _ in range(LIVE_GROUPS)]
             for number in range(num_kills):
                 num_wanted = len(killed.num_ended) + 1 + number % 3
-                while len(procs.listing.entries) < 2 or len(killed.num_ended) < num_wanted:
+                while len(processes.listing.entries) < 2 or len(killed.num_ended) < num_wanted:
                     assert not watching.done(), watching
                     await asyncio.sleep(0.01)
-                one = rng.choice(procs.listing.entries)
+                one = rng.choice(processes.listing.entries)
                 os.kill(one.pid, signal.SIGKILL)
-                while one in procs.listing.entries:
+                while one in processes.listing.entries:
                     await asyncio.sleep(0.01)
             killed.is_over = True
             await asyncio.gather(*running)
-            while procs.faults.open:
+            while processes.faults.open:
                 assert not watching.done(), watching
                 await asyncio.sleep(0.01)
             watching.cancel()
-            killed.metrics = groups.metrics() | procs.faults.metrics()
+            killed.metrics = groups.metrics() | processes.faults.metrics()
             return killed
         finally:
-            await procs.close()
+            await processes.close()
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ class Starts(StrEnum):
 
     ENGINE = "engine"
     """A vLLM engine."""
-    PROCS = "procs"
-    """Gloo ranks, Monarch procs, or a whole run."""
+    PROCESSES = "processes"
+    """Gloo ranks, Monarch processes, or a whole run."""
 
 
 class MarkMissing(RuntimeError):

@@ -1,4 +1,4 @@
-"""A trainer and generators of one config as real procs, without the rest of a run."""
+"""A trainer and generators of one config as real processes, without the rest of a run."""
 
 import asyncio
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.support.trainers import make_setup
 
 
 async def start_both(
-    procs: ProcessManager, config: RunConfig, folder: Path, *, average_alpha: float | None = None
+    processes: ProcessManager, config: RunConfig, folder: Path, *, average_alpha: float | None = None
 ) -> tuple[TrainerMesh, GeneratorRouter]:
     """Start them side by side from the model in ``folder``; their weights are not connected yet."""
     setup = make_setup(
@@ -20,6 +20,6 @@ async def start_both(
         average_alpha=average_alpha,
     )
     async with asyncio.TaskGroup() as starting:
-        generators = starting.create_task(start_generators(procs, config, setup.facts, folder))
-        trainer = starting.create_task(start_trainer(procs, setup, config.timeouts))
+        generators = starting.create_task(start_generators(processes, config, setup.facts, folder))
+        trainer = starting.create_task(start_trainer(processes, setup, config.timeouts))
     return trainer.result(), generators.result()

@@ -67,7 +67,7 @@ def build_device(folder: Path) -> Path:
     return library
 
 
-@starts(Starts.PROCS)
+@starts(Starts.PROCESSES)
 def look_at(cases: Mapping[str, Case], library: Path) -> dict[str, Seen]:
     """What rank 0 of each case did."""
     environment = os.environ | {

@@ -1,4 +1,4 @@
-"""One optimizer step under every parallel layout of up to four procs, against a single process.
+"""One optimizer step under every parallel layout of up to four processes, against a single process.
 
 Recorded experts and kept sets are replayed, rows are packed, and one data rank has a row more to train on
 than the others. Gradients are compared whole, tensor by tensor (of every expert), as the optimizer sees them.
@@ -172,7 +172,7 @@ def marked(names: Iterable[str]) -> list[ParameterSet]:
 
 @pytest.fixture(scope="module")
 def launch(inputs: Inputs, exported: Path) -> Launch:
-    """A case's outcomes by rank. One launch takes the steps of all cases with as many procs and its mark.
+    """A case's outcomes by rank. One launch takes the steps of all cases with as many processes and its mark.
 
     A launch that has failed is not tried again: each of its tests fails with what it said.
     """

@@ -150,15 +150,15 @@ def test_terms_over_the_full_vocabulary(has_sets: bool, sign: str) -> None:
     tokens = torch.randint(8, (num_tokens,))
     sets = [[*range(8), 8 + token % 50] if has_sets else [] for token in range(num_tokens)]
     offsets, ids = offsets_and_ids(sets)
-    asked_TK = torch.randint(vocab_size, (num_tokens, 5))
-    targets = Targets(token_ids_T=tokens, kept_offsets=offsets, kept_ids=ids, asked_ids_TK=asked_TK)
+    extra_ids_TK = torch.randint(vocab_size, (num_tokens, 5))
+    targets = Targets(token_ids_T=tokens, kept_offsets=offsets, kept_ids=ids, extra_ids_TK=extra_ids_TK)
     factors_T = factors(num_tokens, sign)
     factors_TK = factors(num_tokens * 5, sign).view(-1, 5)
     found = head(hidden, targets, 1.0, False)
-    loss = (found.logprobs_T * factors_T).sum() + (found.asked_TK * factors_TK).sum()
+    loss = (found.logprobs_T * factors_T).sum() + (found.extra_logprobs_TK * factors_TK).sum()
     ours = torch.autograd.grad(loss, (hidden, head.weight))
     logprobs_T = exact_logprobs(*exact, tokens.tolist(), sets)
-    logprobs_TK = (exact[0] @ exact[1].T).log_softmax(-1).gather(1, asked_TK)
+    logprobs_TK = (exact[0] @ exact[1].T).log_softmax(-1).gather(1, extra_ids_TK)
     loss = (logprobs_T * factors_T).sum() + (logprobs_TK * factors_TK).sum()
     for one, right in zip(ours, torch.autograd.grad(loss, exact), strict=True):
         assert error(one, right) < 0.006

@@ -105,16 +105,16 @@ def written_out(folder: Path, sequences: list[TrainingSequence]) -> dict[str, St
     row = pack_row(sequences)
     assert row.teacher is not None
     targets_T1 = row.target_ids_L[row.mask_L][:, None]
-    asked_TK = np.concatenate([targets_T1, row.teacher.ids_TK.astype(np.int64)], axis=1)
+    extra_ids_TK = np.concatenate([targets_T1, row.teacher.ids_TK.astype(np.int64)], axis=1)
     lengths = torch.tensor([len(one.response_ids_T) for one in sequences])
     weights_T = torch.tensor([one.weight for one in sequences]).repeat_interleave(lengths).double()
     advantages_T = torch.from_numpy(row.advantages_L[row.mask_L]).double()
     behavior_T = torch.from_numpy(row.behavior_logprobs_L[row.mask_L]).double()
     found = {}
     for name in ("sampled", "together"):
-        predictions = trainer._forward.predictions(row, asked_ids_TK=asked_TK)
-        assert predictions.asked_TK is not None
-        logprobs_T, asked = predictions.logprobs_T.double(), predictions.asked_TK.double()
+        predictions = trainer._forward.predictions(row, extra_ids_TK=extra_ids_TK)
+        assert predictions.extra_logprobs_TK is not None
+        logprobs_T, asked = predictions.logprobs_T.double(), predictions.extra_logprobs_TK.double()
         gap_T = (asked[:, 0] - torch.from_numpy(row.teacher.logprobs_T)).detach()
         ratio_T = (logprobs_T.detach() - behavior_T).exp().clamp(max=1.1)
         if name == "sampled":
@@ -165,7 +165,7 @@ def of_one_proc(folder: Path, sequences: list[TrainingSequence]) -> dict[str, St
     row = pack_row(sequences)
     every_id_TV = np.arange(read_model_facts(str(folder)).vocab_size)[None].repeat(row.num_targets, 0)
     with torch.no_grad():
-        asked_TV = trainer._forward.predictions(row, asked_ids_TK=every_id_TV).asked_TK
+        asked_TV = trainer._forward.predictions(row, extra_ids_TK=every_id_TV).extra_logprobs_TK
     # The whole distribution at temperature 1, although rows have kept sets and the trainer one of 0.8.
     expected_TV = torch.cat([full_logprobs(folder, one) for one in sequences])
     torch.testing.assert_close(asked_TV.double(), expected_TV, atol=2e-5, rtol=0)

@@ -1,4 +1,4 @@
-"""The trainer's average of its weights on its way into an engine, and the policy's beside it. Real procs."""
+"""The trainer's average of its weights and the policy's, on their way into engines. Real processes."""
 
 import asyncio
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Seen:
 
 
 async def _connect(
-    procs: ProcessManager,
+    processes: ProcessManager,
     config: RunConfig,
     trainer: TrainerMesh,
     router: GeneratorRouter,
@@ -61,9 +61,9 @@ async def _update(trainer: TrainerMesh, router: GeneratorRouter, slot: int) -> i
 async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
     vocab_size = read_model_facts(str(folder)).vocab_size
     rng = np.random.default_rng(0)
-    procs = ProcessManager(out / "logs", LocalHosts())
+    processes = ProcessManager(out / "logs", LocalHosts())
     try:
-        trainer, router = await start_both(procs, config, folder, average_alpha=ALPHA)
+        trainer, router = await start_both(processes, config, folder, average_alpha=ALPHA)
         exported = []
         for step in range(1, NUM_STEPS + 1):
             await trainer.train_rows(random_rows(rng, vocab_size, trainer.num_data_ranks), step=step)
@@ -72,16 +72,16 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
         engine, seen = router.pool.replicas[0].actor, []
         moved = []
         for weights in (WeightSet.AVERAGE, WeightSet.POLICY):
-            await _connect(procs, config, trainer, router, weights)
+            await _connect(processes, config, trainer, router, weights)
             moved.append(await _update(trainer, router, 0))
             seen.append(await engine.parameters.call_one())
         return Seen(exported=exported, of_average=seen[0], of_policy=seen[1], num_bytes_moved=moved)
     finally:
-        await procs.close()
+        await processes.close()
 
 
 @pytest.mark.exhaustive
-@pytest.mark.procs
+@pytest.mark.processes
 def test_each_reader_gets_its_set_of_weights(tmp_path: Path) -> None:
     """From two ranks with half of the experts each; averages are those of the exported steps, bit for bit."""
     folder = write_tiny_model(tmp_path / "hf", scale=3.0)

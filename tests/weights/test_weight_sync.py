@@ -1,6 +1,6 @@
 """Weights on their way from the trainer mesh into a running vLLM engine, and rollouts on their way back.
 
-One fleet of real procs serves all tests of the file: trainer (FSDP2 with expert parallelism 2), generator,
+One fleet of real processes serves all tests of the file: trainer (FSDP2, expert parallelism 2), generator,
 weight store. Rollouts travel through the payload store, as between hosts, with routing and kept sets recorded
 and replayed.
 """
@@ -35,7 +35,7 @@ from forgeasync.trainer import assign_rows, items_of, whole_response
 from tests.support.engines import assert_engine_holds
 from tests.support.trainer_and_generators import start_both
 
-pytestmark = pytest.mark.procs
+pytestmark = pytest.mark.processes
 
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=24)
 NUM_UPDATES = 3

@@ -152,7 +152,7 @@ def test_auto_registers_nothing_where_all_are_on_one_host() -> None:
     assert asyncio.run(AutoTransport().open(staging)) is None
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 def test_torchstore_is_imported_only_where_it_is_used() -> None:
     code = (
         "import sys; import apps.grpo; "

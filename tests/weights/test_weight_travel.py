@@ -1,6 +1,6 @@
 """Twenty random updates under load: every engine ends with the trainer's weights, bit for bit.
 
-Real procs: trainer meshes of several layouts, one or two generators that sample all the while, each
+Real processes: trainer meshes of several layouts, one or two generators that sample all the while, each
 transport.
 """
 
@@ -218,7 +218,7 @@ REPRESENTATIVE = ("ep2-rdma-1_generator",)
 """Whole runs take shared memory."""
 
 
-@pytest.mark.procs
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name in REPRESENTATIVE else pytest.mark.exhaustive) for name in CASES],

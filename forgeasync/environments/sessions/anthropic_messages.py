@@ -167,17 +167,17 @@ class AnthropicMessages:
         read, named = read_body(body, _Prompt)
         return InferenceRequest(**_prompt(read), **named)
 
-    def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
+    def whole(self, request: InferenceRequest, reply: InferenceResult) -> Json:
         """See ``Dialect``."""
         turn = reply.turns[0]
         return {
             **_frame(reply),
             "content": _blocks(turn),
-            **_stop(asked, turn),
+            **_stop(request, turn),
             "usage": {"input_tokens": turn.num_prompt_tokens, "output_tokens": turn.num_tokens},
         }
 
-    def events(self, asked: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
+    def events(self, request: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
         """See ``Dialect``."""
         turn = reply.turns[0]
         usage = {"input_tokens": turn.num_prompt_tokens, "output_tokens": 0}
@@ -190,7 +190,7 @@ class AnthropicMessages:
             yield _event("content_block_stop", index=index)
         yield _event(
             "message_delta",
-            delta=_stop(asked, turn),
+            delta=_stop(request, turn),
             usage={"output_tokens": turn.num_tokens},
         )
         yield _event("message_stop")
@@ -296,7 +296,7 @@ def _parts(block: Json) -> tuple[Json, list[Json]]:
     return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text} for text in texts]
 
 
-def _stop(asked: InferenceRequest, turn: Turn) -> Json:
+def _stop(request: InferenceRequest, turn: Turn) -> Json:
     """Return why a turn ended, and the request's stop text that ended it, if one did."""
     # A text of the run's ``sampling.stop`` is not reported, because the client has not requested it.
     reason, text = "end_turn", None
@@ -305,7 +305,7 @@ def _stop(asked: InferenceRequest, turn: Turn) -> Json:
     elif shown(turn).tool_calls:
         # Clients run tool calls only for this reason, even if text follows the last call.
         reason = "tool_use"
-    elif turn.stop_text in asked.stop:
+    elif turn.stop_text in request.stop:
         reason, text = "stop_sequence", turn.stop_text
     return {"stop_reason": reason, "stop_sequence": text}
 

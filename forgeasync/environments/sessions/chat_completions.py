@@ -177,7 +177,7 @@ class ChatCompletions(OpenAIErrors):
             **named,
         )
 
-    def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
+    def whole(self, request: InferenceRequest, reply: InferenceResult) -> Json:
         """See ``Dialect``."""
         return {
             **_head(reply, "chat.completion"),
@@ -185,9 +185,9 @@ class ChatCompletions(OpenAIErrors):
             "usage": _usage(reply),
         }
 
-    def events(self, asked: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
+    def events(self, request: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
         """See ``Dialect``."""
-        has_usage = bool((asked.body.get("stream_options") or {}).get("include_usage"))
+        has_usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
         head = {**_head(reply, "chat.completion.chunk"), **({"usage": None} if has_usage else {})}
         for index, turn in enumerate(reply.turns):
             for delta in _deltas(turn):

@@ -152,11 +152,11 @@ class Dialect(Protocol):
         """
         ...
 
-    def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
+    def whole(self, request: InferenceRequest, reply: InferenceResult) -> Json:
         """Return the body of the answer."""
         ...
 
-    def events(self, asked: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
+    def events(self, request: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
         """Yield the answer as server-sent events."""
         ...
 

@@ -159,12 +159,12 @@ class Responses(OpenAIErrors):
             **named,
         )
 
-    def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
+    def whole(self, request: InferenceRequest, reply: InferenceResult) -> Json:
         """See ``Dialect``."""
         turn = reply.turns[0]
         is_cut = turn.finish_reason is FinishReason.LENGTH
         return {
-            **_frame(asked, reply),
+            **_frame(request, reply),
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": _items(reply),
@@ -178,10 +178,10 @@ class Responses(OpenAIErrors):
             },
         }
 
-    def events(self, asked: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
+    def events(self, request: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
         """See ``Dialect``."""
-        begun = {**_frame(asked, reply), "status": "in_progress", "output": []}
-        whole = self.whole(asked, reply)
+        begun = {**_frame(request, reply), "status": "in_progress", "output": []}
+        whole = self.whole(request, reply)
         all_events: list[tuple[str, Json]] = [
             ("response.created", {"response": begun}),
             ("response.in_progress", {"response": begun}),
@@ -248,7 +248,7 @@ def _part(item: _Item) -> Json:
     raise AssertionError(item)
 
 
-def _frame(asked: InferenceRequest, reply: InferenceResult) -> Json:
+def _frame(request: InferenceRequest, reply: InferenceResult) -> Json:
     """Return the fields of a response that do not depend on the sampled turn."""
     tools = [
         {
@@ -258,7 +258,7 @@ def _frame(asked: InferenceRequest, reply: InferenceResult) -> Json:
             "parameters": tool.parameters,
             "strict": False,
         }
-        for tool in asked.tools
+        for tool in request.tools
     ]
     return {
         "id": f"resp_{reply.id}",
@@ -267,13 +267,13 @@ def _frame(asked: InferenceRequest, reply: InferenceResult) -> Json:
         "model": reply.model,
         "error": None,
         "incomplete_details": None,
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_tokens,
-        "metadata": asked.body.get("metadata"),
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_tokens,
+        "metadata": request.body.get("metadata"),
         "parallel_tool_calls": True,
-        "previous_response_id": asked.previous_id,
+        "previous_response_id": request.previous_id,
         "text": {"format": {"type": "text"}},
-        "tool_choice": asked.body.get("tool_choice") or "auto",
+        "tool_choice": request.body.get("tool_choice") or "auto",
         "tools": tools,
         "truncation": "disabled",
         "usage": None,

@@ -324,9 +324,9 @@ class SessionServer:
             case "POST", "/v1/chat/completions" | "/v1/responses" | "/v1/messages":
                 return await self._answer(request, session, path)
             case "POST", "/v1/messages/count_tokens":
-                asked = _ANTHROPIC.read_prompt(_parsed(await self._read(request)))
-                num_tokens = session.num_prompt_tokens(asked)
-                return _json_response({"input_tokens": num_tokens}, headers=_ignored_header(asked))
+                inference = _ANTHROPIC.read_prompt(_parsed(await self._read(request)))
+                num_tokens = session.num_prompt_tokens(inference)
+                return _json_response({"input_tokens": num_tokens}, headers=_ignored_header(inference))
             case "POST", "/feedback":
                 feedback, is_last = read_feedback(_parsed(await self._read(request)))
                 session.add_feedback(feedback, is_last=is_last)
@@ -349,24 +349,24 @@ class SessionServer:
         session.counts.num_requests += 1
         raw = await self._read(request)
         dialect = _DIALECTS[path]
-        asked = dialect.read(_parsed(raw))
-        sampling = session.begin(asked, _attempt(request, path, raw))
+        inference = dialect.read(_parsed(raw))
+        sampling = session.begin(inference, _attempt(request, path, raw))
         is_delivered = False
         try:
-            if asked.is_streamed:
+            if inference.is_streamed:
                 # An error before the first keep-alive comment can still have its own status.
                 done, _ = await asyncio.wait([sampling.work.reply], timeout=self._limits.keep_alive_s)
                 if done:
                     await _outcome(sampling, session)
                 headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
-                response = web.StreamResponse(headers={**headers, **_ignored_header(asked)})
+                response = web.StreamResponse(headers={**headers, **_ignored_header(inference)})
             else:
                 reply = await _outcome(sampling, session)
-                response = _json_response(dialect.whole(asked, reply), headers=_ignored_header(asked))
+                response = _json_response(dialect.whole(inference, reply), headers=_ignored_header(inference))
             # A client that disconnects or does not read is not an error of the server.
             with contextlib.suppress(ConnectionError, TimeoutError):
                 await self._within(response.prepare(request))
-                if asked.is_streamed:
+                if inference.is_streamed:
                     async for piece in self._stream(session, dialect, sampling):
                         await self._within(response.write(piece))
                 await self._within(response.write_eof())
@@ -390,7 +390,7 @@ class SessionServer:
             _count(session, problem)
             yield dialect.error_event(problem)
             return
-        for event in dialect.events(sampling.work.asked, reply):
+        for event in dialect.events(sampling.work.request, reply):
             yield event
 
     async def _within(self, writing: Awaitable[object]) -> None:
@@ -474,8 +474,8 @@ def _count(session: Session, problem: RequestError) -> None:
         session.counts.num_refused += 1
 
 
-def _ignored_header(asked: InferenceRequest) -> dict[str, str]:
-    names = (*asked.ignored, *asked.unknown)
+def _ignored_header(inference: InferenceRequest) -> dict[str, str]:
+    names = (*inference.ignored, *inference.unknown)
     return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
 

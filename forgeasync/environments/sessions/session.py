@@ -321,7 +321,7 @@ class SessionCounts:
 class Work:
     """A request, and the task that samples its turns."""
 
-    asked: InferenceRequest
+    request: InferenceRequest
     reply: asyncio.Task[InferenceResult]
 
 
@@ -368,7 +368,7 @@ class Session:
         """Conversations up to and including each stored response, without instructions, by its id."""
         self._lock = threading.Lock()
         self._num_sampling = 0
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         """Warnings about the session's clients that are already logged."""
         self._finished: concurrent.futures.Future[None] = concurrent.futures.Future()
 
@@ -413,7 +413,7 @@ class Session:
         if is_last:
             self.close(SessionEnd.FEEDBACK)
 
-    def begin(self, asked: InferenceRequest, attempt: Attempt) -> Sampling[Work]:
+    def begin(self, request: InferenceRequest, attempt: Attempt) -> Sampling[Work]:
         """Return the sampling that answers a request: a new one, or that of an earlier attempt.
 
         Call it on the server's loop, and call ``leave`` afterwards.
@@ -435,16 +435,16 @@ class Session:
         if sampling is not None:
             self.counts.num_retries_joined += 1
         else:
-            self._check_room(asked, attempt)
-            self._note(asked)
-            work = Work(asked=asked, reply=self._loop.create_task(self._sample(asked)))
+            self._check_room(request, attempt)
+            self._note(request)
+            work = Work(request=request, reply=self._loop.create_task(self._sample(request)))
             sampling = self._samplings.begin(attempt, work)
-            self._num_sampling += asked.num_turns
+            self._num_sampling += request.num_turns
             work.reply.add_done_callback(lambda _: self._ended(sampling))
         sampling.num_waiting += 1
         return sampling
 
-    def num_prompt_tokens(self, asked: InferenceRequest) -> int:
+    def num_prompt_tokens(self, request: InferenceRequest) -> int:
         """Return the number of prompt tokens that a turn would have. Call it on the server's loop.
 
         Raises:
@@ -457,52 +457,52 @@ class Session:
             raise RequestError(
                 "tokens cannot be counted here: this session's agent has no tokenizer", code="not_found"
             )
-        messages = self._history(asked, is_continued=False)
-        return self._agent.num_prompt_tokens(messages, asked.tools or None, must_call=asked.must_call)
+        messages = self._history(request, is_continued=False)
+        return self._agent.num_prompt_tokens(messages, request.tools or None, must_call=request.must_call)
 
     def leave(self, sampling: Sampling[Work], *, is_delivered: bool) -> None:
         """End a request's wait; ``is_delivered`` says whether its answer was written completely."""
         sampling.num_waiting -= 1
         sampling.is_delivered |= is_delivered
 
-    def _check_room(self, asked: InferenceRequest, attempt: Attempt) -> None:
+    def _check_room(self, request: InferenceRequest, attempt: Attempt) -> None:
         most = self._limits.max_turns_at_once
-        if asked.num_turns > most:
-            raise RequestError(f"n is {asked.num_turns}; must be at most {most} here", param="n")
-        if self._num_sampling + asked.num_turns > most:
+        if request.num_turns > most:
+            raise RequestError(f"n is {request.num_turns}; must be at most {most} here", param="n")
+        if self._num_sampling + request.num_turns > most:
             self._samplings.refused(attempt)
             raise RequestError(
                 f"{self._num_sampling} turns of this session are being sampled; at most {most} may be",
                 code="too_many_requests",
             )
 
-    def _note(self, asked: InferenceRequest) -> None:
-        self.counts.num_not_honoured += bool(asked.ignored)
-        self.counts.num_with_unknown_fields += bool(asked.unknown)
+    def _note(self, request: InferenceRequest) -> None:
+        self.counts.num_not_honoured += bool(request.ignored)
+        self.counts.num_with_unknown_fields += bool(request.unknown)
         asks = "asks for %s; the run's own sampling is used"
         sends = "sends %s, which no endpoint knows; ignored"
-        for names, what in ((asked.ignored, asks), (asked.unknown, sends)):
-            if names and what not in self._told:
-                self._told.add(what)
+        for names, what in ((request.ignored, asks), (request.unknown, sends)):
+            if names and what not in self._warned:
+                self._warned.add(what)
                 line = f"session %r: a client {what} (said once per session)"
                 _LOGGER.warning(line, self.name, ", ".join(names))
 
-    async def _sample(self, asked: InferenceRequest) -> InferenceResult:
+    async def _sample(self, request: InferenceRequest) -> InferenceResult:
         """Sample the turns of a request; every exception becomes a RequestError."""
         try:
-            history = self._history(asked, is_continued=True)
-            reply = await self._reply(asked, history)
+            history = self._history(request, is_continued=True)
+            reply = await self._reply(request, history)
         except Exception as error:
             raise as_request_error(error) from error
-        if asked.keeps_response:
-            num_before = int(asked.instructions is not None)
+        if request.keeps_response:
+            num_before = int(request.instructions is not None)
             self._responses[f"resp_{reply.id}"] = (*history[num_before:], reply.turns[0].message)
             while len(self._responses) > self._limits.max_shown_turns:
                 self._responses.popitem(last=False)
         return reply
 
-    async def _reply(self, asked: InferenceRequest, history: tuple[Message, ...]) -> InferenceResult:
-        responses = [self._loop.create_task(self._turn(asked, history)) for _ in range(asked.num_turns)]
+    async def _reply(self, request: InferenceRequest, history: tuple[Message, ...]) -> InferenceResult:
+        responses = [self._loop.create_task(self._turn(request, history)) for _ in range(request.num_turns)]
         try:
             # Unlike wait_for, this does not wait until cancelled tasks have ended.
             _, late = await asyncio.wait(responses, timeout=self._limits.turn_s)
@@ -510,7 +510,7 @@ class Session:
             for response in responses:
                 response.cancel()
         if late:
-            self.counts.num_abandoned += asked.num_turns
+            self.counts.num_abandoned += request.num_turns
             raise RequestError(f"no turn within {self._limits.turn_s:g} s", code="deadline_exceeded")
         # Only the agent can have cancelled a turn here, at the end of its episode.
         end = self.end or SessionEnd.CLOSED
@@ -528,20 +528,20 @@ class Session:
             id=secrets.token_hex(16), created_s=int(time.time()), model=self.name, turns=turns
         )
 
-    async def _turn(self, asked: InferenceRequest, history: tuple[Message, ...]) -> Turn:
+    async def _turn(self, request: InferenceRequest, history: tuple[Message, ...]) -> Turn:
         respond = self._agent.respond
-        if asked.must_call:
+        if request.must_call:
             if not isinstance(self._agent, TokenAgent):
                 raise NoCallOpening("a call cannot be forced here: this session's agent has no tokenizer")
-            respond = functools.partial(self._agent.respond, must_call=asked.must_call)
-        return await respond(history, asked.tools or None, max_tokens=asked.max_tokens, stop=asked.stop)
+            respond = functools.partial(self._agent.respond, must_call=request.must_call)
+        return await respond(history, request.tools or None, max_tokens=request.max_tokens, stop=request.stop)
 
-    def _history(self, asked: InferenceRequest, *, is_continued: bool) -> tuple[Message, ...]:
+    def _history(self, request: InferenceRequest, *, is_continued: bool) -> tuple[Message, ...]:
         """Return the messages before a turn, with turns of this session as their ``Turn.message``.
 
         ``is_continued`` says whether a turn will follow the messages.
         """
-        messages = self._conversation(asked)
+        messages = self._conversation(request)
         ours = self._tree.turns_handed_back(_checked(messages), is_continued=is_continued)
         if is_continued:
             self.counts.num_ours += len(ours)
@@ -561,30 +561,30 @@ class Session:
             if self._tree.num_turns > self._limits.max_shown_turns:
                 self._tree.forget_oldest()
 
-    def _conversation(self, asked: InferenceRequest) -> tuple[Message, ...]:
+    def _conversation(self, request: InferenceRequest) -> tuple[Message, ...]:
         first: tuple[Message, ...] = ()
-        if asked.instructions is not None:
-            first = ({"role": "system", "content": asked.instructions},)
-        if asked.previous_id is None:
-            return first + asked.messages
-        earlier = self._responses.get(asked.previous_id)
+        if request.instructions is not None:
+            first = ({"role": "system", "content": request.instructions},)
+        if request.previous_id is None:
+            return first + request.messages
+        earlier = self._responses.get(request.previous_id)
         if earlier is None:
             raise RequestError(
-                f"previous_response_id is {asked.previous_id[:80]!r}; must be a response of this session "
+                f"previous_response_id is {request.previous_id[:80]!r}; must be a response of this session "
                 "that was not asked for with store = false",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        return first + earlier + asked.messages
+        return first + earlier + request.messages
 
     def _ended(self, sampling: Sampling[Work]) -> None:
         task = sampling.work.reply
-        self._num_sampling -= sampling.work.asked.num_turns
+        self._num_sampling -= sampling.work.request.num_turns
         problem = None if task.cancelled() else task.exception()
         has_failed = task.cancelled() or problem is not None
         self._samplings.ended(sampling, has_failed=has_failed, now_s=self._loop.time())
         if task.cancelled():
-            self.counts.num_abandoned += sampling.work.asked.num_turns
+            self.counts.num_abandoned += sampling.work.request.num_turns
         elif isinstance(problem, RequestError) and problem.status >= 500 and problem.may_retry:
             for _ in range(sampling.num_waiting):
                 self._samplings.refused(sampling.attempt)
@@ -596,7 +596,7 @@ class Session:
 
     def _count_abandoned(self, gone: Sampling[Work]) -> None:
         if gone.ended_s is not None and not gone.is_delivered:
-            self.counts.num_abandoned += gone.work.asked.num_turns
+            self.counts.num_abandoned += gone.work.request.num_turns
 
     def _cancel(self) -> None:
         self._when_closed(self)

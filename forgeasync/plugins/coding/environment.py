@@ -70,7 +70,7 @@ class CodingTools:
         result = await self._shell.run(command, timeout_s=self._command_s)
         if result.session_ended:
             self._shell = None
-        return _told(result, self._command_s)
+        return _shell_output(result, self._command_s)
 
     async def view(self, path: str, start: int = 1, end: int | None = None) -> str:
         """Show lines of a text file, with their numbers.
@@ -141,7 +141,7 @@ class CodingTools:
             raise ToolFailed(f"Error: {error}") from None
 
 
-def _told(result: ShellResult, limit_s: float) -> str:
+def _shell_output(result: ShellResult, limit_s: float) -> str:
     parts = [text if text.endswith("\n") else f"{text}\n" for text in (result.stdout, result.stderr) if text]
     if num_cut := result.num_stdout_bytes_cut + result.num_stderr_bytes_cut:
         parts.append(f"[{num_cut} more bytes were cut]\n")
@@ -279,6 +279,6 @@ def _attempt(record: CodingRecord, changes: Changes, verdict: Verdict | None) ->
         parts["pass_to_pass"] = verdict.share(record.pass_to_pass)
     parts["num_refused_changes"] = float(len(refused))
     parts["num_tampered"] = float(changes.num_tampered)
-    told = "".join(f"# not judged ({why}): {path!a}\n" for path, why in sorted(refused.items()))
+    refusals = "".join(f"# not judged ({why}): {path!a}\n" for path, why in sorted(refused.items()))
     score = Score(float(is_solved), is_solved, parts=parts, has_answer=verdict is not None)
-    return Attempt(score=score, changes=changes, patch=told + patch, test_log=log)
+    return Attempt(score=score, changes=changes, patch=refusals + patch, test_log=log)

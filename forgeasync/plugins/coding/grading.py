@@ -142,20 +142,20 @@ def _nothing(problem: str) -> Changes:
     return Changes(files={}, deleted=(), refused={}, problem=problem)
 
 
-def _sort(taken: dict[str, Any], record: CodingRecord, hidden: HiddenTests, section: CodingAgent) -> Changes:
+def _sort(answer: dict[str, Any], record: CodingRecord, hidden: HiddenTests, section: CodingAgent) -> Changes:
     limits = f"max_patch_kib = {section.max_patch_kib} or max_changed_files = {section.max_changed_files}"
-    if taken["is_too_large"]:
+    if answer["is_too_large"]:
         return _nothing(f"the changes exceed {limits}")
     files: dict[str, ChangedFile] = {}
     deleted: list[str] = []
     refused: dict[str, Refusal] = {}
-    for path, (kind, encoded, is_executable) in taken["changed"].items():
+    for path, (kind, encoded, is_executable) in answer["changed"].items():
         content = base64.b64decode(encoded, validate=True)
         if (refusal := _refusal(path, kind, content, record, hidden)) is None:
             files[path] = ChangedFile(content=content, is_executable=bool(is_executable))
         else:
             refused[path] = refusal
-    for path in taken["deleted"]:
+    for path in answer["deleted"]:
         if (refusal := _refusal(path, "file", b"", record, hidden)) in (None, Refusal.HIDES_MODULE):
             deleted.append(path)
         else:

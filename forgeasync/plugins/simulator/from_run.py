@@ -150,8 +150,8 @@ def profile_run(folder: Path) -> ProfiledRun:
         raise _refusal(run_dir.metrics, "must have the lines of more steps")
     lanes = _lanes(run_dir.logs)
     # Time at which the training loop requested the batch of each step.
-    asked_s = {one.facts["step"]: one.begin_s for one in _spans(lanes, "controller", "wait for a batch")}
-    since_s = asked_s.get(int(counted[0]["step"]))
+    wait_begin_s = {one.facts["step"]: one.begin_s for one in _spans(lanes, "controller", "wait for a batch")}
+    since_s = wait_begin_s.get(int(counted[0]["step"]))
     if since_s is None:
         raise _refusal(run_dir.logs, "must have the controller's trace")
     groups = _groups(lanes)

@@ -178,7 +178,7 @@ class Serving:
         self._wanted: list[Callable[[], None]] = []
         self._is_publishing = False
         self._version = 0
-        self._told = 0
+        self._reported = 0
         self._num_swapping = [0] * run.num_generator_hosts
         """By host, the number of generators that have fetched a version but do not sample with it yet."""
 
@@ -284,6 +284,6 @@ class Serving:
         self._tell()
 
     def _tell(self) -> None:
-        if self._generators.table.served > self._told:
-            self._told = self._generators.table.served
-            self._on_served(self._told)
+        if self._generators.table.served > self._reported:
+            self._reported = self._generators.table.served
+            self._on_served(self._reported)

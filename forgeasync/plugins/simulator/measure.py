@@ -140,7 +140,7 @@ async def _profile(prepared: Prepared, wanted: RunConfig, out: Path, make_loops:
                     prepared, roles, fleet.listing.entries, console, loops=loops, start_s=start_s
                 )
         finally:
-            console.phase("ending all procs")
+            console.phase("ending all processes")
             await fleet.close()
             console.end_phase()
     write_profile(measured, out)
@@ -178,7 +178,7 @@ def check_profiled(config: RunConfig) -> None:
 async def measure(
     prepared: Prepared,
     roles: Roles,
-    procs: Sequence[ProcessEntry],
+    processes: Sequence[ProcessEntry],
     console: StepConsole,
     *,
     loops: LoopTimes,
@@ -186,7 +186,7 @@ async def measure(
 ) -> Profile:
     """Time all parts except the loops, whose steps were already made, and return the profile.
 
-    ``procs`` are the processes of the roles, and ``start_s`` is the time that their start took.
+    ``processes`` are the processes of the roles, and ``start_s`` is the time that their start took.
 
     Raises:
         NotProfiled: a part could not be timed.
@@ -195,7 +195,7 @@ async def measure(
     has_gpus = torch.cuda.is_available()
     others = OtherLoad()
     engine = roles.generators.pool.replicas[0]
-    of_trainer = ProcessorTime(one.pid for one in procs if one.role == "trainer")
+    of_trainer = ProcessorTime(one.pid for one in processes if one.role == "trainer")
     max_kv_tokens = int(config.generator.kv_cache_gib * 2**30) // kv_bytes_per_token(config, prepared.facts)
     text = _text(prepared, console)
     grid = decode_grid(

@@ -214,9 +214,9 @@ class RunSimulation:
         if batch is None:
             return
         self._is_training = True
-        asked_s = self._steps[-1].end_s if self._steps else 0.0
+        wait_begin_s = self._steps[-1].end_s if self._steps else 0.0
         begin_s = self.clock.now_s
-        wait_s = begin_s - asked_s
+        wait_s = begin_s - wait_begin_s
 
         def trained() -> None:
             train_s = self.clock.now_s - begin_s
@@ -233,7 +233,7 @@ class RunSimulation:
         def ended(train_s: float, publish_s: float, ages: Counter[int]) -> None:
             self._steps.append(
                 SimulatedStep(
-                    begin_s=asked_s,
+                    begin_s=wait_begin_s,
                     end_s=self.clock.now_s,
                     wait_s=wait_s,
                     train_s=train_s,

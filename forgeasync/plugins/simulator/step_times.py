@@ -302,7 +302,7 @@ class StepTimer:
             self._weights_s["fetch_s"].append(time.perf_counter() - fetch_start_s - max(pauses_s))
             self._weights_s["swap_s"] += pauses_s
             for one in swapped:
-                generators.taken(one.number)
+                generators.record_swap(one.number)
 
     # ---- results, after at least one round
 

@@ -102,10 +102,10 @@ class FaultLines:
 
 def faults_answer(faults: FaultLines, procs_file: Path) -> Answer:
     """Return all faults, and the processes that the run lists in procs.json."""
-    return {"faults": [asdict(one) for one in faults.faults], "procs": _procs(procs_file)}
+    return {"faults": [asdict(one) for one in faults.faults], "procs": _processes(procs_file)}
 
 
-def _procs(file: Path) -> list[Answer]:
+def _processes(file: Path) -> list[Answer]:
     """Return each process with role, rank, pid, host and start; empty if there is no such file."""
     try:
         listed = json.loads(file.read_bytes())["procs"]

@@ -25,7 +25,7 @@ from forgeasync.rollouts import ToolStatus
 from forgeasync.testing import HandTime
 from tests.support.processes import free_port
 
-pytestmark = pytest.mark.procs
+pytestmark = pytest.mark.processes
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 COMMAND = (sys.executable, "-m", "tests.support.mcp_server")

@@ -65,7 +65,7 @@ def begin(package: str, *arguments: str, **variables: str) -> Program:
     return Program(process=process, log=log)
 
 
-@starts(Starts.PROCS)
+@starts(Starts.PROCESSES)
 @contextlib.contextmanager
 def running(package: str, *arguments: str, **variables: str) -> Iterator[Program]:
     """A program that has said where it listens."""

@@ -179,7 +179,7 @@ class Cluster:
             assert time.monotonic() < deadline, f"not yet: {what}; see {self.folder}"
             time.sleep(0.2)
 
-    @starts(Starts.PROCS)
+    @starts(Starts.PROCESSES)
     def run(self, *command: str, first_in_path: Path | None = None) -> "HeadRun":
         """Start a command on the head, in the repository."""
         process = subprocess.Popen(

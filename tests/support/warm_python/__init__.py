@@ -5,7 +5,7 @@ path of a script that stands in for ``sys.executable``. Started as ``SCRIPT -m M
 modules that ``executable.py`` names, it asks a server of the test session for a fork that runs the module. It
 passes signals on and ends as the fork ends; the fork dies with it. With any other arguments the real Python
 takes its place. A fork sees the script as ``sys.executable``, so that what it starts is warm too: Monarch's
-procs, for example.
+processes, for example.
 
     executable.py  what the script runs: standard library only
     server.py      the server: imports, and forks; it does nothing else and has a single thread

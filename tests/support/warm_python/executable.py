@@ -66,7 +66,7 @@ def main() -> NoReturn:
         os.execv(sys.executable, [sys.executable, *arguments])
     session = Path(script).parents[1]
     if arguments[1] == PROC:
-        # As Monarch has its procs do, whose parent here is the server.
+        # As Monarch has its processes do, whose parent here is the server.
         _die_with_parent()
     # They wait for a fork that they can be passed on to.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
@@ -138,7 +138,7 @@ def _end_as(status: int) -> NoReturn:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that has started it ends, as Monarch's procs do."""
+    """Have the kernel kill this process when the thread that started it ends, as Monarch's processes do."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent or parent == 1:
