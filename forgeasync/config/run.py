@@ -31,7 +31,8 @@ from forgeasync.schema import Count, CountOrZero, Refusal, Seconds, Section, See
 class TimeoutSection(Section):
     """Deadlines of calls to actors, in seconds.
 
-    If a call takes longer, the run ends with an error, unless a field describes something else.
+    If a call takes longer, its process is replaced or its work is repeated where that is possible, as
+    docs/failures.md lists. Otherwise the run ends with an error.
     """
 
     setup_s: Seconds = 300.0

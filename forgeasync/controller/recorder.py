@@ -282,8 +282,8 @@ class RunRecorder:
         self._fetches.append(fetched)
         if not fetched.is_complete:
             self.console.message(
-                f"version {fetched.version} did not arrive whole ({fetched.num_bad_blocks} bad blocks): "
-                "the generator goes on under its old weights"
+                f"the fetch of version {fetched.version} is incomplete: {fetched.num_bad_blocks} blocks "
+                "failed their checksums; the generator keeps its weights"
             )
 
     def record_swap(self, swap: SwapReport) -> None:

@@ -439,7 +439,9 @@ DECIDES = (
 )
 """Sections that determine a group, its score, its age or the weights of the lost steps."""
 
-_IRRELEVANT = frozenset({"buffer.keep_groups", "buffer.heartbeat_s"})
+_IRRELEVANT = frozenset(
+    {"buffer.keep_groups", "buffer.heartbeat_s", "episodes.heartbeat_s", "trainer.recovery.heartbeat_s"}
+)
 
 
 def find_groups(folder: Path, state: RunState, config: RunConfig, lost: LostSteps | None) -> FoundGroups:

@@ -238,7 +238,7 @@ async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -
         RunLog(run_dir.run_log) as log,
         StepConsole(config.max_steps, eval_every_steps=waited_every_steps(config), log=log.line) as console,
         RunRecorder(config, run_dir, console, resumed, prompts=prepared.prompts) as recorder,
-        telling(lambda number: console.phase(f"stopping on {number.name}: waiting for what is under way")),
+        telling(lambda number: console.phase(f"stopping on {number.name}: waiting for work in flight")),
     ):
         warnings = [f"warning: {words}" for words in prepared.warnings]
         for message in (f"run directory {run_dir.path}", *files.messages, *warnings):

@@ -545,7 +545,7 @@ def _unused(config: RunConfig) -> Iterator[Problem]:
         ("evaluation.sets", [one.name for one in evaluation.sets], bool(evaluation.sets)),
     ):
         if is_set:
-            remedy = "must be left out: a Fleet does not act on it, your own loop does what it likes"
+            remedy = "must be left out: Fleet ignores it; implement it in your training loop"
             yield Problem(field=field, value=value, remedy=remedy)
 
 
@@ -560,6 +560,6 @@ def _check_loss(loss: Loss, config: RunConfig) -> None:
         ids = "ids of the policy's" if are_students else "likeliest ids"
         words = f"a teacher's {num_ids} {ids} a token" if needs else "no teacher"
         raise ValueError(
-            f"loss: its terms must need {words}, as algorithm.terms of the config does: teachers of the run "
-            "are asked for that"
+            f"loss: its terms must need {words}, as algorithm.terms of the config does: the run's teachers "
+            "compute only that"
         )

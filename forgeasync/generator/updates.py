@@ -205,7 +205,7 @@ class WeightUpdates:
         match self._interruption:
             case Interruption.BLOCKING:
                 with doing(State.SWAPPING):
-                    async with self._client.standing_still():
+                    async with self._client.paused():
                         start_s = time.perf_counter()
                         await fetch()
                         yield time.perf_counter() - start_s
@@ -243,7 +243,7 @@ class WeightUpdates:
             # Running requests lose their KV blocks and are queued; vLLM recomputes them. Sampled tokens are
             # kept.
             core.reset_prefix_cache(reset_running_requests=True)
-        self._client.stamp_anew(core, recomputed=is_recomputed)
+        self._client.refresh_cache_salts(core, recomputed=is_recomputed)
         return SwapReport(
             pause_s=time.perf_counter() - start_s,
             waited_s=waited_s,

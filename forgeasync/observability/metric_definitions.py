@@ -74,8 +74,8 @@ A run writes one JSON object per step to `metrics.jsonl`, and the same numbers t
 has the key, its meaning, and the lines that have it (all lines, if the column is empty). A word in angle
 brackets stands for any name.
 
-- A count that starts with "Total" adds up since the command started. In a resumed run only those under
-  `buffer/` and `accounting/` continue; the others start at 0.
+- A count that starts with "Total" adds up since the command started. In a resumed run those under `buffer/`,
+  `accounting/` and `faults/` continue; the others start at 0.
 - Values that are nan or infinite are null, and counted in `metrics/num_nonfinite`.
 - The evaluation before training has its own line with `step` 0 and `policy_version` 0. It has the metrics
   of the evaluation, `time/eval_s`, `time/elapsed_s` (0) and those under `metrics/`.

@@ -203,14 +203,14 @@ class BufferProcess(SupervisedPool[Supervised[BufferActor]]):
     def name_of(self, rank: int, number: int) -> str:
         return "the buffer"
 
-    def _failed(self, rank: int, number: int, error: Exception) -> Exception | None:
+    def _on_start_failed(self, rank: int, number: int, error: Exception) -> Exception | None:
         return error
 
-    def _is_lost(self, replica: Supervised[BufferActor], fault: Fault) -> bool:
+    def _on_lost(self, replica: Supervised[BufferActor], fault: Fault) -> bool:
         self._failure = ActorDied(f"{fault.who} is gone, and with it the groups that it held")
         return False
 
-    def _dies_at_the_end(self, replica: Supervised[BufferActor]) -> bool:
+    def _must_kill_on_close(self, replica: Supervised[BufferActor]) -> bool:
         return False
 
     async def close(self) -> None:

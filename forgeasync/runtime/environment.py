@@ -42,7 +42,7 @@ from forgeasync.observability import State, doing, open_trace, redirect_process_
 from forgeasync.processes import mark_this_process
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Task
 from forgeasync.runtime.generator import CancelledGroup, GeneratorActor
-from forgeasync.runtime.supervised import SEEN_S, ProcessLost, unless_lost
+from forgeasync.runtime.supervised import DEATH_SEEN_S, ProcessLost, unless_lost
 from forgeasync.waiting import DeadlineExceeded, Monitor, deadline
 
 MAX_MOVES = 65_536
@@ -62,7 +62,7 @@ class EpisodeRequest:
     sampling: SamplingSection
     seed: int | None
     keeps_record: bool
-    goes_on: bool = False
+    can_fail_over: bool = False
     """Whether another generator takes over if this one is lost; a ``GroupMove`` follows in any case."""
 
 
@@ -170,7 +170,7 @@ class EpisodeTurns:
                     )
             except (ActorError, SupervisionError):
                 # The call can fail before the end of the process is noticed.
-                await asyncio.sleep(SEEN_S)
+                await asyncio.sleep(DEATH_SEEN_S)
                 raise
 
         try:
@@ -184,7 +184,7 @@ class EpisodeTurns:
 
     async def _move_from(self, number: int, turn: TurnRequest) -> None:
         """Wait until the group continues on another generator, to which another turn may have moved."""
-        if not self._request.goes_on:
+        if not self._request.can_fail_over:
             raise EpisodeInterrupted("its generator is gone")
         group_id = self._request.episode.group_id
         with turn.waiting():

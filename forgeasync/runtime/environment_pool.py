@@ -288,7 +288,7 @@ class EnvironmentPool(SupervisedPool[Worker]):
         if self._generators is not None:
             await replica.actor.connect.call_one(*self._generators())
 
-    def _has_joined(self, replica: Worker, fault: Fault | None) -> None:
+    def _on_ready(self, replica: Worker, fault: Fault | None) -> None:
         self._budget.reset()
         if self._generators is not None and self._has_started:
             # Generators may have joined or ended since the worker was connected.
@@ -297,9 +297,9 @@ class EnvironmentPool(SupervisedPool[Worker]):
             moves = [move for of_group in self._moves.values() for move in of_group]
             self._tell_worker(replica.actor.move_groups.call_one(moves))
         self._table.change(lambda table: table.ready(replica.number))
-        super()._has_joined(replica, fault)
+        super()._on_ready(replica, fault)
 
-    def _failed(self, rank: int, number: int, error: Exception) -> Exception | None:
+    def _on_start_failed(self, rank: int, number: int, error: Exception) -> Exception | None:
         self._table.change(lambda table: table.lose(number))
         if not self._budget.take():
             return RestartsFail(f"{self.name_of(rank, number)} cannot be started: {error}")
@@ -318,7 +318,7 @@ class EnvironmentPool(SupervisedPool[Worker]):
             self._table.change(lambda table: table.retire(replica.number))
         return what
 
-    def _is_lost(self, replica: Worker, fault: Fault) -> bool:
+    def _on_lost(self, replica: Worker, fault: Fault) -> bool:
         self._table.change(lambda table: table.lose(replica.number))
         report = _last_report(replica)
         if report is not None:

@@ -169,8 +169,8 @@ def _stored_branch(branch: Rollout, prompt: PayloadRef, response: PayloadRef) ->
     )
 
 
-ANSWER_S = 5.0
-"""Seconds for which a group's tokens stay logged after its answer, until the controller has that."""
+LOG_RETENTION_S = 5.0
+"""Seconds to keep a group's token log after its answer is sent: this process may die before it arrives."""
 
 
 class GeneratorActor(Actor):
@@ -294,7 +294,7 @@ class GeneratorActor(Actor):
         )
 
     def _forget_later(self, group_id: int) -> None:
-        asyncio.get_running_loop().call_later(ANSWER_S, self._engine.forget_group, group_id)
+        asyncio.get_running_loop().call_later(LOG_RETENTION_S, self._engine.forget_group, group_id)
 
     def _check_and_store(
         self, group_id: int, rollouts: Sequence[SampledRollout]

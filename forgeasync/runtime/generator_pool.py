@@ -96,22 +96,23 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         listing: ProcessListFile,
         role: Role = Role.GENERATOR,
         title: str = "generator",
+        key: str = "generator",
     ) -> None:
         """``hosts`` has the host of every rank; the last ``section.num_spares`` ranks begin as spares.
 
-        ``title`` names the processes in messages.
+        ``title`` names the processes in messages, and ``key`` the config section that ``section`` is.
         """
         super().__init__(
             role,
             LiveReplica,
             spawn,
             heartbeat_s=section.heartbeat_s,
-            heartbeat_key="generator.heartbeat_s",
+            heartbeat_key=f"{key}.heartbeat_s",
             faults=faults,
             listing=listing,
             title=title,
         )
-        self._section = section
+        self._section, self._key = section, key
         self._hosts = list(hosts)
         self.table = Monitor(ReplicaTable())
         """States of the generators, whose changes loops wait for."""
@@ -188,7 +189,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         for rank in places:
             self._spares.discard(rank)
             self._background.start(self._start(rank))
-        return f"starting generators {places}" if places else "there are so many already"
+        return f"starting generators {places}" if places else "as many are running already"
 
     async def _retire(self, replica: LiveReplica, *, drain_s: float) -> None:
         number = replica.number
@@ -240,13 +241,13 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         if self.connect is not None:
             await self.connect(replica)
 
-    def _has_joined(self, replica: LiveReplica, fault: Fault | None) -> None:
+    def _on_ready(self, replica: LiveReplica, fault: Fault | None) -> None:
         """Record that a generator can be called; its loss is recovered once it is healthy."""
         self.table.change(lambda table: table.ready(replica.number))
         self.look_for_healed()
         self._tell_followers()
 
-    def _failed(self, rank: int, number: int, error: Exception) -> Exception | None:
+    def _on_start_failed(self, rank: int, number: int, error: Exception) -> Exception | None:
         self.table.change(lambda table: table.lose(number))
         return self._exhausted(rank, error)
 
@@ -255,11 +256,11 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         if self._budget.take():
             return None
         return RestartsFail(
-            f"{self.title} {rank}: {self._budget.num_in_a_row} engines in a row did not come to sample "
-            f"(generator.max_restarts = {self._section.max_restarts}); the last one: {error}"
+            f"{self.title} {rank}: {self._budget.num_in_a_row} consecutive engines failed before they "
+            f"sampled ({self._key}.max_restarts = {self._section.max_restarts}); the last one: {error}"
         )
 
-    def _is_lost(self, replica: LiveReplica, fault: Fault) -> bool:
+    def _on_lost(self, replica: LiveReplica, fault: Fault) -> bool:
         known = self.table.state.of(replica.number)
         if not known.was_healthy:
             error = RuntimeError(f"{replica.name} {fault.what}")
@@ -320,7 +321,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         for on_change in self._followers:
             self._background.start(on_change())
 
-    def _dies_at_the_end(self, replica: LiveReplica) -> bool:
+    def _must_kill_on_close(self, replica: LiveReplica) -> bool:
         """Return whether the generator is silent; Monarch ends others, but would wait for this one."""
         return replica.heartbeat.is_late
 
@@ -366,7 +367,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             self._suspect(replica)
         if pace is not Pace.SLOW:
             return None
-        limit = f"generator.slow_factor = {self._section.slow_factor:g}"
+        limit = f"{self._key}.slow_factor = {self._section.slow_factor:g}"
         return f"is slow: its steps take {ratio:.1f} times as long as those of its peers ({limit})"
 
     def _suspect(self, replica: LiveReplica) -> None:

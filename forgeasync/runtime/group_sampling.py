@@ -277,7 +277,7 @@ class EpisodeGroup:
     sampling: SamplingSection
     seed: int | None
     keeps_record: bool
-    goes_on: bool
+    can_fail_over: bool
     """Whether its episodes continue on another generator if this one is lost."""
     data: bytes | None = None
     """Turns that the lost generator had logged."""
@@ -291,7 +291,8 @@ class EpisodeGroup:
 
 
 MIN_ROLLOUTS = 2
-"""Minimum number of rollouts of a group that trains, since they are compared; less for smaller groups."""
+"""Minimum number of rollouts of a group that trains, since advantages compare them. A smaller ``group_size``
+lowers it."""
 
 
 ADMISSION_S = 0.5
@@ -364,7 +365,7 @@ class GroupEpisodes:
                                     sampling=self._sampling,
                                     seed=seed,
                                     keeps_record=self._keeps_texts,
-                                    goes_on=True,
+                                    can_fail_over=True,
                                 )
                                 group.running = [self._start(group, one) for one in range(self._group_size)]
                             else:
@@ -372,7 +373,7 @@ class GroupEpisodes:
                             ended = await replica.call(group.all_ended)
                             return await self._store(replica, group_id, ended)
                     except ProcessLost as lost:
-                        problem = f"group {group_id}: {lost}, as {num_lost} before it"
+                        problem = f"group {group_id}: {lost}, the last of {num_lost + 1} lost generators"
                         if group is not None and group.replica is replica:
                             group.data = (await asyncio.shield(replica.left)).groups.get(group_id)
                 return RefusedGroup(problem=problem, reason=DropReason.LOST)
@@ -475,7 +476,7 @@ class GroupEpisodes:
                     sampling=sampling,
                     seed=seed,
                     keeps_record=keeps_record,
-                    goes_on=False,
+                    can_fail_over=False,
                 )
                 first_attempt = num_lost * self._section.max_attempts
                 try:
@@ -521,7 +522,7 @@ class GroupEpisodes:
                 sampling=group.sampling,
                 seed=group.seed,
                 keeps_record=group.keeps_record,
-                goes_on=group.goes_on,
+                can_fail_over=group.can_fail_over,
             )
             outcome = await self._pool.run_episode(request)
             if isinstance(outcome, CancelledGroup):

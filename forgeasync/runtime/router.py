@@ -210,7 +210,7 @@ class GeneratorRouter:
                     num_lost += 1
                     self._num_moved += 1
                     if num_lost >= self._max_lost_per_group:
-                        problem = f"{what}: {lost}, as {num_lost - 1} before it"
+                        problem = f"{what}: {lost}, the last of {num_lost} lost generators"
                         raise GroupGivenUp(problem, DropReason.LOST) from lost
                     if group_id is not None:
                         # A generator that was lost before it began has logged nothing.
@@ -224,7 +224,7 @@ class GeneratorRouter:
                     if group_id is not None:
                         await self._end_late(replica, group_id, answer)
                     if num_late > MAX_LATE:
-                        raise GroupGivenUp(f"{late}; so often already: {num_late}", DropReason.LATE) from late
+                        raise GroupGivenUp(f"{late}; attempt {num_late}", DropReason.LATE) from late
                 finally:
                     answer.add_done_callback(forget)
                     answer.cancel()
@@ -247,7 +247,7 @@ class GeneratorRouter:
         await asyncio.gather(*(self._cancel(one, group_ids) for one in self.pool.replicas))
 
     async def _cancel(self, replica: LiveReplica, group_ids: Sequence[int]) -> None:
-        await self._tolerantly(replica, lambda: replica.actor.cancel_groups.call_one(group_ids))
+        await self._best_effort(replica, lambda: replica.actor.cancel_groups.call_one(group_ids))
 
     async def free_payloads(self, rollouts: Iterable[StoredRollout]) -> None:
         """Free the arrays of whole groups that nothing will read any more.
@@ -265,14 +265,14 @@ class GeneratorRouter:
     async def _free(self, host_id: str, rank: int, files: list[str]) -> None:
         replica = self.pool.at(rank)
         if replica is not None and replica.host.id == host_id:
-            if await self._tolerantly(replica, lambda: replica.actor.free_payloads.call_one(files)):
+            if await self._best_effort(replica, lambda: replica.actor.free_payloads.call_one(files)):
                 return
         host = next((host for host in self.pool.hosts if host.id == host_id), None)
         # The memory of a lost host is gone with it.
         if host is not None:
             await host.remove_files(files)
 
-    async def _tolerantly(self, replica: LiveReplica, call: Callable[[], Awaitable[None]]) -> bool:
+    async def _best_effort(self, replica: LiveReplica, call: Callable[[], Awaitable[None]]) -> bool:
         """Make a short call to a generator; return False if it is lost, or is given up for not answering."""
         try:
             async with call_limit(self._timeouts, "weights_s", "a small call"):
@@ -319,11 +319,11 @@ class GeneratorRouter:
 
     async def drop_episode(self, replica: LiveReplica, episode: EpisodeId) -> None:
         """Drop one attempt at an episode on a generator; does nothing if the generator is lost."""
-        await self._tolerantly(replica, lambda: replica.actor.drop_episode.call_one(episode))
+        await self._best_effort(replica, lambda: replica.actor.drop_episode.call_one(episode))
 
     async def drop_episodes(self, replica: LiveReplica, group_id: int) -> None:
         """Drop the episodes of a group on a generator; does nothing if the generator is lost."""
-        await self._tolerantly(replica, lambda: replica.actor.drop_episodes.call_one(group_id))
+        await self._best_effort(replica, lambda: replica.actor.drop_episodes.call_one(group_id))
 
     async def kv_usage(self, replica: LiveReplica) -> float:
         """Return the share of a generator's KV cache that running requests hold.
@@ -334,9 +334,19 @@ class GeneratorRouter:
         return await self._ask(replica, "telling how full its KV cache is", replica.actor.kv_usage.call_one)
 
     async def _ask(self, replica: LiveReplica, what: str, make: Callable[[], Awaitable[T]]) -> T:
-        """Call one generator with the limit ``timeouts.generate_s``; ``what`` names the call in messages."""
-        async with call_limit(self._timeouts, "generate_s", f"generator {replica.rank} {what}"):
-            return await replica.call(make)
+        """Call one generator; ``what`` names the call in messages.
+
+        Raises:
+            ProcessLost: the generator is lost, or is given up after ``timeouts.generate_s``.
+        """
+        try:
+            async with call_limit(self._timeouts, "generate_s", f"generator {replica.rank} {what}"):
+                return await replica.call(make)
+        except DeadlineExceeded as late:
+            replica.lose(
+                f"has not finished {what} within timeouts.generate_s = {self._timeouts.generate_s:g} s"
+            )
+            raise replica.lost_error() from late
 
     @asynccontextmanager
     async def pinned(self, num_samples: int) -> AsyncIterator[LiveReplica]:
@@ -498,9 +508,8 @@ class GeneratorRouter:
         self._num_failed[replica.number] += 1
         if (num_failed := self._num_failed[replica.number]) >= MAX_FAILED_FETCHES:
             replica.lose(
-                f"could not fetch weights: {num_failed} fetches in a row did not arrive as their "
-                "manifests say; a lease that is too short (weights.lease_timeout_s) or faulty memory does "
-                "this"
+                f"could not fetch weights: {num_failed} consecutive fetches failed their checksums; "
+                "weights.lease_timeout_s may be too short, or the host's memory faulty"
             )
 
     async def _of_all(

@@ -133,19 +133,19 @@ class Scorers(SupervisedPool[Scorer]):
     def name_of(self, rank: int, number: int) -> str:
         return "the scorer" if self._section.num_replicas == 1 else f"scorer {rank}"
 
-    def _has_joined(self, replica: Scorer, fault: Fault | None) -> None:
-        super()._has_joined(replica, fault)
+    def _on_ready(self, replica: Scorer, fault: Fault | None) -> None:
+        super()._on_ready(replica, fault)
         if fault is not None:
             self._on_change(replica.rank, True)
 
-    def _is_lost(self, replica: Scorer, fault: Fault) -> bool:
+    def _on_lost(self, replica: Scorer, fault: Fault) -> bool:
         self._lost_counts[replica.rank] = self._counts[replica.rank]
         self._on_change(replica.rank, False)
         failure = self._exhausted(replica.rank, f"{fault.who} {fault.what}")
         self._failure = self._failure or failure
         return failure is None
 
-    def _failed(self, rank: int, number: int, error: Exception) -> Exception | None:
+    def _on_start_failed(self, rank: int, number: int, error: Exception) -> Exception | None:
         return self._exhausted(rank, f"it could not be started: {describe_error(error)}")
 
     def _exhausted(self, rank: int, reason: str) -> RestartsFail | None:

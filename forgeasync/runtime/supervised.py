@@ -1,9 +1,10 @@
 """Supervised processes: generators, scorers, environment workers, engines of teachers and the buffer.
 
 A ``SupervisedPool`` starts one process at each of its places. Twice a second it checks whether each process
-exists, and once a second it sends a heartbeat. A process that has died or does not answer is lost: its calls
-end with ``ProcessLost``, the process and everything that it has started are killed, and another one starts at
-its place. Failed starts are repeated until the restart budget is used up, which ends the run.
+exists. A second after each answer it sends the next heartbeat. A process that has died or does not answer is
+lost: its calls end with ``ProcessLost``, the process and everything that it has started are killed, and
+another one starts at its place. Failed starts are repeated until the restart budget is used up, which ends
+the run.
 
 Who waits for whom: a call waits for its answer or for the loss of its process; ``watch`` waits for nobody.
 """
@@ -38,8 +39,8 @@ LOOK_S = 0.5
 BEAT_S = 1.0
 """Seconds between an answer and the next heartbeat."""
 
-SEEN_S = 20.0
-"""Time limit for the end of a process to be noticed after a call to it has failed, in seconds."""
+DEATH_SEEN_S = 20.0
+"""Seconds that the end of a process may take to be noticed after a call to it has failed."""
 
 END_S = 10.0
 """Time limit for a killed process to end, in seconds."""
@@ -302,8 +303,8 @@ class Supervised(Generic[ActorT]):
                 self.lose("has an engine that has died")
             elif isinstance(error, SupervisionError) or await self.proc.has_ended():
                 # The call can fail before the end of the process is noticed.
-                await asyncio.sleep(SEEN_S)
-                self.lose("is gone, as a call has shown")
+                await asyncio.sleep(DEATH_SEEN_S)
+                self.lose("did not survive a failed call")
             raise
 
     def lose(self, what: str) -> None:
@@ -469,12 +470,12 @@ class SupervisedPool(Generic[ReplicaT]):
         """Check a live process; return the problem if it must be replaced, else None."""
         return replica.heartbeat.look()
 
-    def _has_joined(self, replica: ReplicaT, fault: Fault | None) -> None:
+    def _on_ready(self, replica: ReplicaT, fault: Fault | None) -> None:
         """Record that a process can be called; ``fault`` is the loss that it recovers from, if any."""
         if fault is not None:
             self._faults.recovered(fault, f"was replaced by process {replica.pid}")
 
-    def _is_lost(self, replica: ReplicaT, fault: Fault) -> bool:
+    def _on_lost(self, replica: ReplicaT, fault: Fault) -> bool:
         """Record the loss of a process; return whether another one starts at its place."""
         return True
 
@@ -482,11 +483,11 @@ class SupervisedPool(Generic[ReplicaT]):
         """End a lost process."""
         await self._end(replica)
 
-    def _dies_at_the_end(self, replica: ReplicaT) -> bool:
+    def _must_kill_on_close(self, replica: ReplicaT) -> bool:
         """Return whether ``close`` must kill a process, because nothing else ends it."""
         return True
 
-    def _failed(self, rank: int, number: int, error: Exception) -> Exception | None:
+    def _on_start_failed(self, rank: int, number: int, error: Exception) -> Exception | None:
         """Record that a start has failed; return an error if the restart budget is used up."""
         raise NotImplementedError
 
@@ -564,7 +565,7 @@ class SupervisedPool(Generic[ReplicaT]):
         what += self.after_loss
         fault = self._faults.detected(self.role, replica.name, what, evidence=evidence)
         replica.end_calls()
-        self._background.start(self._replace(replica, fault, is_wanted=self._is_lost(replica, fault)))
+        self._background.start(self._replace(replica, fault, is_wanted=self._on_lost(replica, fault)))
 
     async def _replace(self, replica: ReplicaT, fault: Fault | None, *, is_wanted: bool) -> None:
         await self._clean_up(replica)
@@ -579,7 +580,7 @@ class SupervisedPool(Generic[ReplicaT]):
             try:
                 replica = await self._set_up(rank, number)
             except Exception as error:
-                failure = self._failed(rank, number, error)
+                failure = self._on_start_failed(rank, number, error)
                 if not self._has_started:
                     raise
                 logger.warning("%s %d cannot be started", self.title, rank, exc_info=error)
@@ -590,7 +591,7 @@ class SupervisedPool(Generic[ReplicaT]):
             else:
                 self._replicas[number] = replica
                 self._listing.put(self.title, rank, pid=replica.pid, host=replica.host.id)
-                self._has_joined(replica, fault)
+                self._on_ready(replica, fault)
                 return
 
     async def _set_up(self, rank: int, number: int) -> ReplicaT:
@@ -623,7 +624,7 @@ class SupervisedPool(Generic[ReplicaT]):
         await self._background.close()
         for replica in self._replicas.values():
             replica.heartbeat.stop()
-        doomed = {one.number: one for one in self._replicas.values() if self._dies_at_the_end(one)}
+        doomed = {one.number: one for one in self._replicas.values() if self._must_kill_on_close(one)}
         for replica in doomed.values():
             # Calls in flight fail, which does not count as a loss.
             replica.lost.set()

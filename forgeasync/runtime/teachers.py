@@ -454,6 +454,7 @@ async def _start_pool(
         listing=processes.listing,
         role=Role.TEACHER,
         title=f"teacher {name}",
+        key=f"teachers.{name}.engine",
     )
     processes.teachers.append(pool)
     async with call_limit(config.timeouts, "setup_s", f"loading the engines of teacher {name}"):

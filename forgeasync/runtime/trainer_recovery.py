@@ -1,9 +1,9 @@
 """Restarts the trainer when one of its ranks has died, was stopped, or is stuck in a collective.
 
-Loops of the run call the trainer through ``TrainerRecovery`` and do not notice a restart. A call in flight is
-repeated on the new trainer, once that has the state of the old one when the call began. It restores the
-newest snapshot that all ranks have (``forgeasync.trainer.run_checkpoint``), and repeats the later steps
-(``forgeasync.trainer.step``). Generators continue meanwhile.
+Loops of the run call the trainer through ``TrainerRecovery`` and do not notice a restart. If the trainer is
+lost during a call, a new one first restores the state from before the call: the newest snapshot that all
+ranks have (``forgeasync.trainer.run_checkpoint``), and the later steps (``forgeasync.trainer.step``). Then
+the call is repeated. Generators continue meanwhile.
 
 A trainer is lost (``TrainerIncarnation``) if the process of a rank has ended; if a rank does not answer
 heartbeats, which its event loop answers while its thread computes; or if a call has failed in a collective or

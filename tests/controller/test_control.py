@@ -83,7 +83,10 @@ async def test_generators_are_added_and_removed_by_draining(tmp_path: Path) -> N
         assert world.faults.metrics()["faults/detected_generator"] == 0, "nothing has failed"
         accepted, words = await answer_of(server, tmp_path, 4)
         assert not accepted and "generators=4: " in words and "GPUs" in words
-        assert await answer_of(server, tmp_path, 2) == (True, "generators=2: there are so many already")
+        assert await answer_of(server, tmp_path, 2) == (
+            True,
+            "generators=2: as many are running already",
+        )
 
 
 async def test_a_hostile_request_is_refused_and_ends_nothing(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.support.payloads import MIB, make_payload
 from tests.support.rollouts import make_stored_rollout
 
 KEEP, K = "buffer.keep_groups=true", "max_off_policy_steps=1"
+HEARTBEATS = ("buffer.heartbeat_s=9", "episodes.heartbeat_s=9", "trainer.recovery.heartbeat_s=9")
 SCORES = (Score(1.0, True), Score(0.0, False))
 
 
@@ -231,5 +232,5 @@ async def test_groups_of_another_config_or_without_a_ledger_are_sampled_again(tm
         "2 finished groups are sampled again (other_config 2): algorithm.group_size, sampling.temperature "
         "changed"
     ]
-    same = make_config(K, "max_steps=9", "timeouts.score_s=1")
+    same = make_config(K, "max_steps=9", "timeouts.score_s=1", *HEARTBEATS)
     assert len(find_groups(world.folder, before, same, LOST).groups) == 2

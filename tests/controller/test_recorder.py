@@ -302,7 +302,8 @@ def test_how_versions_travelled_and_what_was_scored_is_told_once(recording: Reco
     printed = recording.printed.getvalue()
     assert "version 1" not in printed
     assert printed.startswith(
-        "version 2 did not arrive whole (3 bad blocks): the generator goes on under its old weights\n"
+        "the fetch of version 2 is incomplete: 3 blocks failed their checksums; the generator keeps its "
+        "weights\n"
     )
 
 

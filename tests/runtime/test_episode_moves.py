@@ -329,7 +329,7 @@ async def test_a_turn_past_its_deadline_interrupts_its_episode_and_not_the_run()
         sampling=SamplingSection(max_response_tokens=9),
         seed=3,
         keeps_record=False,
-        goes_on=True,
+        can_fail_over=True,
     )
     turns = EpisodeTurns(request, Monitor(KnownLosses()), limit_s=0.05)
     asked = TurnRequest(after=None, given_ids=np.zeros(1, np.int32), max_tokens=9, stop=())
@@ -384,7 +384,7 @@ async def test_a_group_that_loses_all_its_generators_is_given_up_and_its_episode
             world.lose(number)
         answer = await world.sampling
     assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.LOST
-    assert answer.problem == "group 5: generator 0 (process 0) is gone, as 3 before it"
+    assert answer.problem == "group 5: generator 0 (process 0) is gone, the last of 4 lost generators"
     assert not world.stored
 
 

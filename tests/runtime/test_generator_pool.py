@@ -13,12 +13,12 @@ from forgeasync.config import SamplingSection, TimeoutSection
 from forgeasync.runtime import (
     CancelledGroup,
     GroupGivenUp,
+    ProcessLost,
     RefusedGroup,
     ReplicaState,
     replica_states,
     router,
 )
-from forgeasync.waiting import DeadlineExceeded
 from tests.support.loops import Endpoint
 from tests.support.replicas import ReplicaWorld, generators_of
 from tests.support.rollouts import make_stored_rollout
@@ -154,7 +154,7 @@ async def test_a_response_that_loses_all_generators_is_told_to_who_asked() -> No
         asked = asyncio.create_task(world.router.respond(PROMPT, num_samples=1, sampling=SAMPLING))
         await asyncio.sleep(0)
         world.kill(0)
-        with pytest.raises(GroupGivenUp, match=r"answering .*: generator 0 .* is gone, as 0 before it"):
+        with pytest.raises(GroupGivenUp, match=r"answering .*: generator 0 .* is gone, the last of 1 lost"):
             await asked
 
 
@@ -243,10 +243,11 @@ async def test_a_dead_engine_in_a_process_that_lives_is_replaced() -> None:
         assert "an engine that has died" in world.told[0], world.told
 
 
-async def test_calls_of_other_lengths_have_their_own_deadline() -> None:
+async def test_one_whose_engine_stands_still_behind_its_event_loop_is_replaced() -> None:
     timeouts = TimeoutSection(generate_s=0.2)
     async with generators_of(("a",), timeouts=timeouts) as world:
-        world.generators[0].kv_usage = world.generators[0].beat
-        world.generators[0].holds.add("beat")
-        with pytest.raises(DeadlineExceeded, match="how full its KV cache is"):
+        world.generators[0].kv_usage = Endpoint(lambda: asyncio.Event().wait())
+        with pytest.raises(ProcessLost):
             await world.router.kv_usage(world.pool.replicas[0])
+        assert "how full its KV cache is within timeouts.generate_s = 0.2 s" in world.told[0]
+        await replaced(world, by=1)

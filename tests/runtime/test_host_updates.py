@@ -40,7 +40,7 @@ async def test_a_share_that_never_arrives_stops_the_update_and_its_generator_is_
             assert not await world.update(0, 7)
             assert called(world, "abandon_update") == {0, 2, 3} and not called(world, "stage_update")
         assert world.state(2) is ReplicaState.DEAD and world.state(0) is ReplicaState.HEALTHY
-        assert "5 fetches in a row did not arrive" in world.faults.open[0].what
+        assert "5 consecutive fetches failed their checksums" in world.faults.open[0].what
         await world.until(lambda: 4 in world.generators and world.state(4) is ReplicaState.STALE)
         assert await world.update(0, 7) and world.state(4) is ReplicaState.HEALTHY
 

@@ -61,22 +61,29 @@ class User:
     """To a heartbeat."""
 
 
-def engines(role: Role, title: str) -> User:
+def engines(role: Role, title: str, *, key: str) -> User:
     def build(world: SupervisedWorld, heartbeat_s: float) -> Pool:
         section = GeneratorSection(
             num_replicas=NUM_PLACES, heartbeat_s=heartbeat_s, max_restarts=MAX_RESTARTS
         )
         hosts = [LocalHost(LOCAL_HOST_ID, [])] * NUM_PLACES
         return GeneratorPool(
-            world.spawn, section, hosts, faults=world.faults, listing=world.listing, role=role, title=title
+            world.spawn,
+            section,
+            hosts,
+            faults=world.faults,
+            listing=world.listing,
+            role=role,
+            title=title,
+            key=key,
         )
 
     return User(
         role=role,
         build=build,
-        key="generator.heartbeat_s",
+        key=f"{key}.heartbeat_s",
         who=f"{title} 0",
-        gives_up=rf"{title} 0: 3 engines in a row .*\(generator.max_restarts = 3\); the last one: ",
+        gives_up=rf"{title} 0: 3 consecutive engines .*\({key}.max_restarts = 3\); the last one: ",
         answer=EngineStats(num_generated_tokens=10, busy_s=1.0),
     )
 
@@ -94,8 +101,8 @@ def workers(world: SupervisedWorld, heartbeat_s: float) -> Pool:
 
 
 USERS = {
-    "generator": engines(Role.GENERATOR, "generator"),
-    "teacher": engines(Role.TEACHER, "teacher t"),
+    "generator": engines(Role.GENERATOR, "generator", key="generator"),
+    "teacher": engines(Role.TEACHER, "teacher t", key="teachers.t.engine"),
     "scorer": User(
         role=Role.SCORER,
         build=scorers,
@@ -174,7 +181,7 @@ async def test_a_call_that_fails_with_its_process_is_a_loss(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Monarch knows of an end that nothing else shows."""
-    monkeypatch.setattr(supervised, "SEEN_S", 0.0)
+    monkeypatch.setattr(supervised, "DEATH_SEEN_S", 0.0)
 
     async def fails() -> None:
         raise SupervisionError("the proc has stopped")
@@ -182,7 +189,7 @@ async def test_a_call_that_fails_with_its_process_is_a_loss(
     async with started(user) as world:
         with pytest.raises(ProcessLost):
             await world.pool.at(0).call(fails)
-        assert "is gone, as a call has shown" in world.told[0]
+        assert "did not survive a failed call" in world.told[0]
         await world.until(lambda: not world.faults.open)
 
 

@@ -192,7 +192,7 @@ class InProcessAsyncClient(EngineCoreClient):
         return item
 
     @asynccontextmanager
-    async def standing_still(self) -> AsyncIterator[None]:
+    async def paused(self) -> AsyncIterator[None]:
         """Pause decoding during the block; commands still run."""
 
         def stand_still(value: bool) -> None:
@@ -215,7 +215,7 @@ class InProcessAsyncClient(EngineCoreClient):
 
         await self.between_steps(add)
 
-    def stamp_anew(self, core: EngineCore, *, recomputed: bool) -> None:
+    def refresh_cache_salts(self, core: EngineCore, *, recomputed: bool) -> None:
         """Give requests that have not started the new version's cache salt (engine thread, after a swap).
 
         With ``recomputed`` these are all waiting requests, otherwise those of them that have no token.
