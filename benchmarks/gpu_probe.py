@@ -1,6 +1,6 @@
-"""What works on one GPU, and how fast: ten minutes with the machine's own torch, without vLLM.
+"""What works on one GPU, and how fast: twelve minutes; most of it needs torch alone.
 
-    python benchmarks/gpu_probe.py [--json FILE] [--seconds 600] [--device cuda|cpu] [--part NAME]
+    python benchmarks/gpu_probe.py [--json FILE] [--seconds 720] [--device cuda|cpu] [--part NAME]
 
 Each part runs in its own process with a time limit and prints a line of JSON: name, whether all was right,
 figures with their units in their names, the statements that were checked, and errors with the ends of their
@@ -35,6 +35,7 @@ KILL_WAIT_S = 10.0
 
 PARTS = {
     "machine": ("gpu_probe_machine", 90.0),
+    "engine": ("gpu_probe_engine", 240.0),
     "staging": ("gpu_probe_machine", 90.0),
     "swap": ("gpu_probe_machine", 90.0),
     "fused_adamw": ("gpu_probe_trainer", 60.0),
@@ -161,7 +162,7 @@ def main() -> int:
     """Run the parts, print their lines and the table. The exit code is 1 if a part failed."""
     parser = argparse.ArgumentParser(description="What works on one GPU, part by part.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=600.0, help="for all parts together")
+    parser.add_argument("--seconds", type=float, default=720.0, help="for all parts together")
     parser.add_argument("--json", type=Path, help="write the lines there too")
     parser.add_argument("--part", choices=PARTS, help="this one alone, in this process")
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)

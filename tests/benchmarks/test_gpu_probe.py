@@ -206,6 +206,13 @@ def test_the_trainers_part_runs() -> None:
     assert well(line), line
 
 
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_whole_runs_train_what_their_engine_samples() -> None:
+    checks = run_well("engine", "cpu")["checks"]
+    assert {"moe_logprobs", "moe_routing", "dense_logprobs", "dense_learns"} <= set(checks)
+
+
 @pytest.mark.processes
 def test_without_torchtitan_the_others_still_run() -> None:
     """Parts whose modules need torch alone, in a process where TorchTitan cannot be imported."""
