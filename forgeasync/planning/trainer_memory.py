@@ -204,8 +204,8 @@ def _output_layer(
 ) -> tuple[Moment, Moment]:
     """Return two moments of a chunk's backward pass: gradients of the logits, and those of the weight.
 
-    If only the logits in kept sets are computed, the former need less memory: the logits of the uncut tokens,
-    and lists of at most one id for every ``GATHER_COST`` logits.
+    If only the logits in kept sets are computed, as on CPUs, the former need less memory: the logits of the
+    uncut tokens, and lists of at most one id for every ``GATHER_COST`` logits.
     """
     trainer = config.trainer
     tokens = trainer.tokens_per_row // trainer.parallel.context

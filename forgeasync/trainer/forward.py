@@ -123,7 +123,7 @@ class RowForward:
         kept = row.kept_tokens.slice(first, first + len(positions_T))
         targets = Targets(
             token_ids_T=torch.from_numpy(row.target_ids_L[mine][positions_T]).to(DEVICE_TYPE),
-            kept_offsets=torch.from_numpy(kept.offsets).to(DEVICE_TYPE),
+            kept_offsets=torch.from_numpy(kept.offsets),
             kept_ids=torch.from_numpy(kept.ids_N).to(DEVICE_TYPE),
             extra_ids_TK=None
             if extra_ids_TK is None

@@ -167,13 +167,15 @@ def chunked_predictions(
 ) -> Predictions:
     """Return ``kept_logprobs(hidden @ weight.T, ...)`` in float32 [T] without storing all logits at once.
 
-    A chunk's logits are computed, used and freed, and recomputed in the backward pass. If the kept sets are
-    small, only the logits in them are computed. A chunk never uses more memory than all logits of its tokens
-    and ``GATHER_BLOCK_BYTES``. Gradients of both arguments are summed in at least float32 and rounded once.
+    A chunk's logits are computed, used and freed, and recomputed in the backward pass. On CPUs, only the
+    logits in kept sets are computed if the sets are small. A chunk never uses more memory than all logits of
+    its tokens and ``GATHER_BLOCK_BYTES``. Gradients of both arguments are summed in at least float32 and
+    rounded once.
 
     Args:
         weight_VD: Weight; may be a DTensor sharded over the vocabulary. Then ``hidden_TD`` is the same on all
             of its ranks.
+        kept_offsets: In host memory, so that no GPU has to be waited for.
         with_entropies: Whether to return the entropies of softmax(logits / temperature) over the same kept
             sets.
         extra_ids_TK: Ids (int64) at which to return log softmax(logits) over the full vocabulary.
@@ -186,6 +188,7 @@ def chunked_predictions(
         wide_TD = vocabulary.share(wide_TD)
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     offsets = kept_offsets.tolist() if len(token_ids_T) > chunk_tokens else []
+    kept_offsets = kept_offsets.to(hidden_TD.device, non_blocking=True)
     pieces, start = [], 0
     for hidden in wide_TD.to(hidden_TD.dtype).split(chunk_tokens):
         end = start + len(hidden)
@@ -226,9 +229,7 @@ def _chunk_predictions(
     with_entropies: bool,
 ) -> Predictions:
     """Compute log-probabilities before entropies: recomputation for the backward pass stops between them."""
-    num_whole = int((kept_offsets[1:] == kept_offsets[:-1]).sum())
-    # Below this size gathering takes less time and memory: a kept id takes some 60 bytes in total.
-    if (len(kept_ids) * GATHER_COST) < (len(token_ids_T) - num_whole) * vocabulary.size:
+    if hidden_TD.device.type == "cpu" and _is_gathering_faster(kept_offsets, vocabulary):
         return _gathered_predictions(
             hidden_TD,
             weight,
@@ -249,6 +250,16 @@ def _chunk_predictions(
     return Predictions(logprobs_T=logprobs_T, entropies_T=entropies_T)
 
 
+def _is_gathering_faster(kept_offsets: torch.Tensor, vocabulary: VocabularySlice) -> bool:
+    """Return whether computing the logits of kept ids alone takes less time, on a CPU.
+
+    It also takes less memory then: a kept id takes some 60 bytes in total. On GPUs reading single rows takes
+    hundreds of times as long as the matrix product does, and their number differs from chunk to chunk.
+    """
+    num_cut = int((kept_offsets.diff() > 0).sum())
+    return int(kept_offsets[-1]) * GATHER_COST < num_cut * vocabulary.size
+
+
 def _cut_away(
     kept_offsets: torch.Tensor, kept_ids: torch.Tensor, vocabulary: VocabularySlice
 ) -> torch.Tensor | None:
@@ -256,16 +267,16 @@ def _cut_away(
     if len(kept_ids) == 0:
         return None
     widths_T = kept_offsets.diff()
-    token_N = torch.repeat_interleave(torch.arange(len(widths_T), device=widths_T.device), widths_T)
-    ids_N = kept_ids.long()
+    tokens_T = torch.arange(len(widths_T), device=widths_T.device)
+    token_N = torch.repeat_interleave(tokens_T, widths_T, output_size=len(kept_ids))
+    width, local_N = vocabulary.end - vocabulary.start, kept_ids.long()
     if vocabulary.group is not None:
-        is_mine_N = vocabulary.has(ids_N)
-        token_N, ids_N = token_N[is_mine_N], ids_N[is_mine_N] - vocabulary.start
-    width = vocabulary.end - vocabulary.start
+        # Ids of other slices go to a column of their own, because selecting by a mask waits for the GPU.
+        local_N = (local_N - vocabulary.start).where(vocabulary.has(kept_ids), width)
     # Cut all ids of tokens that have a kept set, then restore the kept ones.
-    is_cut_away_Tv = (widths_T > 0)[:, None].expand(-1, width).clone()
-    is_cut_away_Tv[token_N, ids_N] = False
-    return is_cut_away_Tv
+    is_cut_away_Tw = (widths_T > 0)[:, None].expand(-1, width + 1).clone()
+    is_cut_away_Tw[token_N, local_N] = False
+    return is_cut_away_Tw[:, :width]
 
 
 def _cut(scaled_Tv: torch.Tensor, is_cut_away_Tv: torch.Tensor | None) -> torch.Tensor:
@@ -348,10 +359,10 @@ def _uncut_logprobs(
         return sampled_U - log_sums_U, log_sums_U
     largest_U = vocabulary.max(scaled_Uv.amax(dim=-1))
     sums_U = vocabulary.sum((scaled_Uv - largest_U[:, None]).exp().sum(dim=-1))
-    mine = vocabulary.has(token_ids_U).nonzero().squeeze(1)
-    own = scaled_Uv[mine, token_ids_U[mine] - vocabulary.start]
-    zeros_U = torch.zeros(len(token_ids_U), dtype=own.dtype, device=own.device)
-    sampled_U = vocabulary.sum(zeros_U.index_put((mine,), own))
+    is_mine_U = vocabulary.has(token_ids_U)
+    local_U = (token_ids_U - vocabulary.start).where(is_mine_U, 0)
+    own_U = scaled_Uv.gather(-1, local_U[:, None]).squeeze(-1)
+    sampled_U = vocabulary.sum(own_U.where(is_mine_U, 0.0))
     log_sums_U = sums_U.log()
     return sampled_U - largest_U - log_sums_U, largest_U + log_sums_U.detach()
 

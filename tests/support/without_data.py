@@ -1,10 +1,11 @@
 """A row through the trainer's model and back at real sizes on "cuda", without data and without a GPU.
 
 Tensors are fake (shapes, dtypes and strides only), collectives do nothing (torch's "fake" process group), and
-this process is rank 0 of as many as the layout has. Values that the code reads are told to it: experts get
-equally many tokens, no vocabulary is cut, and targets are in this rank's slice of the vocabulary.
-``look_at`` runs this module in a process of its own, in which
-torch has a pretended device (pretended_cuda.cpp).
+this process is rank 0 of as many as the layout has. Told are where sequences begin, and how many tokens each
+expert gets. Reading any other value from the device raises.
+
+``look_at`` runs this module in a process of its own, in which torch has a pretended device
+(pretended_cuda.cpp).
 """
 
 import contextlib
@@ -178,7 +179,7 @@ def _look(case: Case) -> Seen:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from forgeasync.config import ModelFacts, load_config
-    from forgeasync.models import LOGITS_CHUNK_TOKENS, read_model_facts
+    from forgeasync.models import read_model_facts
     from forgeasync.trainer import RowForward, build_parallel_dims, build_parallel_model
     from tests.support.live_tensors import LiveTensors
     from tests.support.measured_memory import full_row
@@ -197,19 +198,16 @@ def _look(case: Case) -> Seen:
     width = facts.vocab_size // parallel.tensor
 
     class Watch(TorchDispatchMode):
-        """Writes calls down, and answers what a number on the device is: all of a chunk's tokens."""
+        """Writes calls down. A call that reads a value from the device, and so waits for it, raises."""
 
         def __torch_dispatch__(
             self, function: Any, types: object, arguments: Sequence[Any] = (), keywords: Any = None
         ) -> Any:
-            is_number = function is torch.ops.aten._local_scalar_dense.default
-            if is_number and isinstance(arguments[0], FakeTensor):
-                return LOGITS_CHUNK_TOKENS
-            if function is torch.ops.aten.nonzero.default and isinstance(arguments[0], FakeTensor):
-                # All targets are in this rank's slice of the vocabulary.
-                shape = (arguments[0].numel(), arguments[0].dim())
-                return torch.empty(shape, dtype=torch.int64, device=arguments[0].device)
             tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+            is_number = function is torch.ops.aten._local_scalar_dense.default
+            if is_number and isinstance(tensors[0], FakeTensor) and tensors[0].device.type == "cpu":
+                # Where kept sets begin: no vocabulary is cut.
+                return 0
             if function is torch.ops.torch_attn._varlen_attn.default:
                 q, k, _, cu_seq_q, cu_seq_k = tensors
                 offsets = [cu_seq_q.shape[0], cu_seq_k.shape[0], str(cu_seq_q.dtype)]

@@ -1,11 +1,14 @@
 """Log-probabilities over kept sets against a float64 reference written from the definition."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forgeasync.models import GATHER_COST
 from forgeasync.trainer import chunked_predictions, head_weight, kept_logprobs
@@ -121,6 +124,34 @@ def test_bfloat16_is_rounded_alike_however_logits_are_read(monkeypatch: pytest.M
     for one, other in zip(*results, strict=True):
         assert one.dtype is other.dtype
         torch.testing.assert_close(one, other, atol=0.05, rtol=0.02)
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators, forward and backward."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += 1
+        return func(*args, **kwargs or {})
+
+
+def test_a_gpu_gets_the_same_few_operators_whatever_the_sets_and_is_never_waited_for() -> None:
+    """On "meta", as on every device but the CPU; reading a value raises there."""
+    num_tokens, vocab_size = 3000, 50_000
+    numbers = []
+    for width in (1, 20, 2000):
+        hidden = torch.empty(num_tokens, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        weight = torch.empty(vocab_size, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        tokens = torch.empty(num_tokens, dtype=torch.int64, device="meta")
+        ids = torch.empty(num_tokens * width, dtype=torch.int32, device="meta")
+        with Calls() as calls:
+            found = chunked_predictions(
+                hidden, weight, tokens, torch.arange(num_tokens + 1) * width, ids, 0.8, with_entropies=True
+            )
+            torch.autograd.grad(found.logprobs_T.sum(), (hidden, weight))
+        numbers.append(calls.num)
+    assert numbers == numbers[:1] * 3 and numbers[0] <= 3 * 200, "for three chunks"
 
 
 @pytest.mark.parametrize("num_uncut", [0, 40])
