@@ -37,6 +37,7 @@ from forgeasync.models import SHIPPED_MODELS, check_config, kv_bytes_per_token
 from forgeasync.planning.memory import (
     NOTE,
     Row,
+    bytes_beside_trainer,
     generator_memory,
     gib,
     memory_plan,
@@ -476,14 +477,43 @@ def fit_rows(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> list[tu
         words = " ".join(fit.proposal.overrides(config))
         rows.append(("trainer layout that fits", gib(fit.smallest), words))
     if shares_gpus(config):
-        both = fit.planned + _generator_bytes(config, facts, config.weights.shadow)
-        return [*rows, _fit_row("both roles on one GPU: fit", both, fit.usable, limit)]
+        both = fit.planned + (bytes_beside_trainer(config, facts) or 0)
+        rows.append(_fit_row("both roles on one GPU: fit", both, fit.usable, limit))
+        if both > fit.usable:
+            overrides = _shared_overrides(config, facts, fit.usable)
+            rows.append(("overrides with which both fit", overrides or "none found", ""))
+        return rows
     # Adapters have no shadow weights.
     shadows = list(ShadowMemory) if config.lora is None else [config.weights.shadow]
     for shadow in shadows:
         name = f"generator rank: fits, shadow: {shadow}" if len(shadows) > 1 else "generator rank: fits"
         rows.append(_fit_row(name, _generator_bytes(config, facts, shadow), fit.usable, limit))
     return rows
+
+
+def _shared_overrides(config: RunConfig, facts: ModelFacts, usable: int) -> str | None:
+    """Return overrides with which trainer and engine fit on one GPU, cheapest first; None if none do.
+
+    The KV cache shrinks to a quarter at most, and not below one sequence of full length.
+    """
+    counts, cache_gib = count_parameters(facts), config.generator.kv_cache_gib
+    one_sequence = config.model.max_context_length * kv_bytes_per_token(config, facts) / 2**30
+    others = (bytes_beside_trainer(config, facts) or 0) - cache_gib * 2**30
+    for offload, layout in product(sorted({config.trainer.cpu_offload, True}), _layouts(config)):
+        changed = layout.of(config)
+        changed = changed.model_copy(
+            update={"trainer": changed.trainer.model_copy(update={"cpu_offload": offload})}
+        )
+        if check_config(changed, facts):
+            continue
+        room_gib = (usable - others - _rank_bytes(changed, facts, counts)) / 2**30
+        kept_gib = min(cache_gib, int(10 * room_gib) / 10)
+        if kept_gib >= max(one_sequence, cache_gib / 4):
+            words = list(layout.overrides(config))
+            words += ["trainer.cpu_offload=true"] * (offload and not config.trainer.cpu_offload)
+            words += [f"generator.kv_cache_gib={kept_gib:g}"] * (kept_gib < cache_gib)
+            return " ".join(words)
+    return None
 
 
 def generator_fits(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> bool:

@@ -81,6 +81,31 @@ def test_checkpointing_comes_before_context_parallelism_and_shorter_rows() -> No
     assert words == " ".join(fit.proposal.overrides(config))
 
 
+@pytest.mark.parametrize(
+    ("name", "gib", "overrides"),
+    [
+        ("0.6b", 24, None),
+        ("0.6b", 20, "generator.kv_cache_gib="),
+        ("0.6b", 16, "trainer.cpu_offload=true"),
+        ("1.7b", 16, "generator.kv_cache_gib="),
+        ("0.6b", 8, "none found"),
+    ],
+)
+def test_a_shared_gpu_that_is_too_small_is_told_what_fits(name: str, gib: int, overrides: str | None) -> None:
+    file = CONFIGS / f"qwen3_{name}_1gpu.yaml"
+    config = load_config(file)
+    facts = read_model_facts(config.model.path)
+    *_, (fits, found, _) = fit_rows(config, facts, gpu_bytes=gib * 2**30)
+    if overrides is None:
+        assert (fits, found) == ("both roles on one GPU: fit", "yes")
+        return
+    assert fits == "overrides with which both fit" and found.startswith(overrides)
+    if overrides != "none found":
+        changed = load_config(file, found.split())
+        assert check_config(changed, facts) == []
+        assert fit_rows(changed, facts, gpu_bytes=gib * 2**30)[-1][1] == "yes"
+
+
 def test_illegal_layouts_are_not_proposed() -> None:
     """With 4 tensor-parallel ranks at most 16 can share a row: rows are padded to multiples of 64."""
     config, facts = long_run(262144, "trainer.parallel={num_procs: 256, expert: 8, tensor: 4}")
