@@ -74,7 +74,12 @@ def failure_line(error: BaseException) -> str:
     cause = root_cause(error)
     # The standard name is better known than those of its subclasses, which add nothing to the message.
     kind = TimeoutError if isinstance(cause, TimeoutError) else type(cause)
-    return f"failed: {kind.__name__}: {describe_error(cause)}"
+    words = describe_error(cause)
+    if "CUDA out of memory" in words:
+        words += (
+            "; --dry-run shows what each part needs: lower trainer.tokens_per_row or generator.kv_cache_gib"
+        )
+    return f"failed: {kind.__name__}: {words}"
 
 
 def describe_error(error: BaseException) -> str:

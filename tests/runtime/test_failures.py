@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -283,6 +284,13 @@ def test_the_commit_and_whether_files_differ_from_it(tmp_path: Path, monkeypatch
 
 def test_a_deadline_shows_under_the_name_that_people_know() -> None:
     assert failure_line(DeadlineExceeded("late; timeouts.x_s")) == "failed: TimeoutError: late; timeouts.x_s"
+
+
+def test_a_gpu_without_memory_is_told_with_what_lowers_it() -> None:
+    error = RuntimeError(
+        "\n".join([*("a frame",) * 4, "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB"])
+    )
+    assert re.search("CUDA out of memory.*--dry-run.*trainer.tokens_per_row", failure_line(error))
 
 
 def test_the_command_line_can_be_run_again() -> None:
