@@ -76,9 +76,7 @@ def failure_line(error: BaseException) -> str:
     kind = TimeoutError if isinstance(cause, TimeoutError) else type(cause)
     words = describe_error(cause)
     if "CUDA out of memory" in words:
-        words += (
-            "; --dry-run shows what each part needs: lower trainer.tokens_per_row or generator.kv_cache_gib"
-        )
+        words += "; see --dry-run, and lower trainer.tokens_per_row or generator.kv_cache_gib"
     return f"failed: {kind.__name__}: {words}"
 
 
