@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gpu_probe_common import Device, Report, Skipped
 
 if TYPE_CHECKING:
-    from forgeasync.environments import Response, Task
+    from forgeasync.rollouts import Response, Task
 
 MODELS = {
     "moe": ("Qwen--Qwen3-30B-A3B", {"num_layers": 2, "expert_hidden_size": 256}),

@@ -30,7 +30,7 @@ from forgeasync.schema import Problem
 
 TRAINER_FOLDER = "trainer"
 RUN_FILE = "run.json"
-PARTIAL_SUFFIX = ".tmp"
+UNFINISHED_SUFFIX = ".tmp"
 
 FINAL = "final"
 """Name of the folder with the exported model of a run that has made all of its steps."""
@@ -77,7 +77,7 @@ def list_checkpoints(parent: Path) -> list[Path]:
 
 def sweep_partial(parent: Path) -> list[str]:
     """Remove incomplete checkpoints that dead runs left; return their names."""
-    partial = sorted(parent.glob(f"step-*{PARTIAL_SUFFIX}"))
+    partial = sorted(parent.glob(f"step-*{UNFINISHED_SUFFIX}"))
     for folder in partial:
         shutil.rmtree(folder)
     return [folder.name for folder in partial]
@@ -85,7 +85,7 @@ def sweep_partial(parent: Path) -> list[str]:
 
 def partial_folder(folder: Path) -> Path:
     """Return the folder of a checkpoint while it is being written."""
-    return folder.with_name(folder.name + PARTIAL_SUFFIX)
+    return folder.with_name(folder.name + UNFINISHED_SUFFIX)
 
 
 def remove_partial(folder: Path) -> None:

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 """Errors after which the same write can succeed later."""
 
-PARTIAL_SUFFIX = ".partial"
+UNFINISHED_SUFFIX = ".partial"
 """Suffix of files that ``replacing`` has not written to their end."""
 
 LOOK_S = 0.05
@@ -217,7 +217,7 @@ def replacing(path: Path, *, is_flushed: bool = False) -> Iterator[BinaryIO]:
     Raises:
         OSError: the disk refuses. Nothing has changed, unless only the last flush, that of the name, failed.
     """
-    partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+    partial = path.with_name(f".{path.name}{UNFINISHED_SUFFIX}")
     try:
         with partial.open("wb") as file:
             yield file

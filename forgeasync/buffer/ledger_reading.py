@@ -314,7 +314,7 @@ def _check_may_lack(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class LedgerVerdict:
     """Result of verifying a ledger, including against the run's metrics if there are any."""
 
     file: Path
@@ -400,7 +400,7 @@ class Verdict:
         return [*said, f"{proved}; {compared}"]
 
 
-def verify(file: Path, metrics: Path) -> Verdict:
+def verify(file: Path, metrics: Path) -> LedgerVerdict:
     """Read a ledger, and compare it with the metrics if the file ``metrics`` exists.
 
     Raises:
@@ -418,7 +418,9 @@ def verify(file: Path, metrics: Path) -> Verdict:
         reading = read_ledger(file)
     if reading.contradiction is not None:
         contradiction = str(reading.contradiction)
-    return Verdict(file=file, reading=reading, num_compared_steps=num_compared, contradiction=contradiction)
+    return LedgerVerdict(
+        file=file, reading=reading, num_compared_steps=num_compared, contradiction=contradiction
+    )
 
 
 def _num_before(reading: LedgerReading) -> int:

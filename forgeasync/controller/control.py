@@ -111,7 +111,7 @@ class ControlServer:
         except Refused as refused:
             return Answer(is_accepted=False, words=str(refused))
         try:
-            words = self._pool.want(num, self._add_place, drain_s=self._drain_s)
+            words = self._pool.scale_to(num, self._add_place, drain_s=self._drain_s)
         except ValueError as error:
             return Answer(is_accepted=False, words=f"generators={num}: {error}")
         return Answer(is_accepted=True, words=f"generators={num}: {words}")

@@ -52,7 +52,14 @@ from forgeasync.checkpoints import (
     sweep_partial,
 )
 from forgeasync.config import ModelFacts, RunConfig, dump_config
-from forgeasync.files import PARTIAL_SUFFIX, RUN_MARK, SHARED_MEMORY, last_line, remove_files_of, whole_lines
+from forgeasync.files import (
+    RUN_MARK,
+    SHARED_MEMORY,
+    UNFINISHED_SUFFIX,
+    last_line,
+    remove_files_of,
+    whole_lines,
+)
 from forgeasync.observability import (
     RUNS_FOLDER,
     FaultLog,
@@ -485,7 +492,7 @@ def find_groups(folder: Path, state: RunState, config: RunConfig, lost: LostStep
 def remove_others(folder: Path, groups: Sequence[SpilledGroup]) -> None:
     """Remove all files of groups except those of ``groups``."""
     wanted = {file_name(one.group.draw_id) for one in groups}
-    for file in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f".*{PARTIAL_SUFFIX}")):
+    for file in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f".*{UNFINISHED_SUFFIX}")):
         if file.name not in wanted:
             file.unlink()
 

@@ -233,7 +233,7 @@ async def connect_groups(
     """Return the sampler of the run's groups: episodes of its environment, or responses of the generators."""
     if environment is not None:
         await environment.connect(generators.known)
-        generators.pool.follow(environment.generators_changed)
+        generators.pool.add_listener(environment.generators_changed)
         return _episodes(config, environment, generators)
     return ResponseGroups(
         generators,
@@ -382,7 +382,7 @@ class Fleet:
                 )
                 teaching = await start_teachers(processes, config, prepared.facts, prepared.prompts)
                 await trainer.connect(generators)
-                generators.pool.follow(lambda: trainer.generators_changed(generators))
+                generators.pool.add_listener(lambda: trainer.generators_changed(generators))
                 for words in await connect_weights(processes, config, trainer, generators, teaching.moving):
                     logger.info("%s", words)
                 groups = await connect_groups(config, prepared.prompts, environment, generators, scorer)

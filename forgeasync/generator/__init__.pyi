@@ -2,13 +2,13 @@ from .engine import GeneratorEngine as GeneratorEngine
 from .engine import time_engine as time_engine
 from .engine_weights import HostMemory as HostMemory
 from .episodes import EngineEpisodes as EngineEpisodes
+from .process_reward_engine import ProcessRewardEngine as ProcessRewardEngine
+from .process_reward_engine import ScoredTags as ScoredTags
 from .reports import DecodeTiming as DecodeTiming
 from .reports import EngineStats as EngineStats
 from .reports import GroupCancelled as GroupCancelled
 from .reports import PrefillTiming as PrefillTiming
 from .reports import SwapReport as SwapReport
-from .step_engine import ScoredTags as ScoredTags
-from .step_engine import StepEngine as StepEngine
 from .token_scores import score_given_ids as score_given_ids
 from .token_scores import score_tokens as score_tokens
 from .weight_receiver import AdapterBase as AdapterBase

@@ -118,7 +118,7 @@ class BusyClock:
                 self._before_s += time.perf_counter() - self._since_s
 
 
-class StepTimes:
+class EngineStepTimes:
     """Time of steps in which every sequence decodes one token, by the number of sequences.
 
     Other steps are excluded, because their times do not compare between engines: some compute a prompt, or

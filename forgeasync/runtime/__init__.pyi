@@ -105,8 +105,8 @@ from .scorer import ResponseScoring as ResponseScoring
 from .scorer import RunRewards as RunRewards
 from .scorer import ScoredResponses as ScoredResponses
 from .scorer import Unavailable as Unavailable
-from .scorer_pool import ScorerPool as ScorerPool
-from .scorer_pool import Scorers as Scorers
+from .scorer_pool import ScoreQueue as ScoreQueue
+from .scorer_pool import ScorerProcesses as ScorerProcesses
 from .stalls import Frame as Frame
 from .stalls import Thread as Thread
 from .stalls import describe as describe

@@ -65,7 +65,7 @@ class LiveReplica(Supervised[GeneratorActor]):
         super().__init__(pool, spawned, rank, number)
         self.groups: set[int] = set()
         """Groups that it is sampling."""
-        self.left: asyncio.Future[InFlightRead] = asyncio.get_running_loop().create_future()
+        self.recovered: asyncio.Future[InFlightRead] = asyncio.get_running_loop().create_future()
         """Tokens that it had in flight; set some time after its loss."""
         self.stats = EngineStats(num_generated_tokens=0, busy_s=0.0)
         """Last known counters of its engine."""
@@ -129,7 +129,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         """Sum of the counters of all ended generators."""
         self._num_tokens_kept = self._num_tokens_lost = 0
         """Tokens that lost generators had in flight; others continue from the kept ones."""
-        self._followers: list[OnChange] = []
+        self._listeners: list[OnChange] = []
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -144,9 +144,9 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         """Return the index of a rank among the ranks of its host."""
         return sum(host.id == self._hosts[rank].id for host in self._hosts[:rank])
 
-    def follow(self, on_change: OnChange) -> None:
+    def add_listener(self, on_change: OnChange) -> None:
         """Call ``on_change`` whenever a generator has joined or ended."""
-        self._followers.append(on_change)
+        self._listeners.append(on_change)
 
     @asynccontextmanager
     async def assigned(self, num_rollouts: int) -> AsyncIterator[LiveReplica]:
@@ -160,7 +160,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         finally:
             self.table.change(lambda table: table.ended(replica.number, num_rollouts))
 
-    def want(self, num: int, add_place: Callable[[], Host], *, drain_s: float) -> str:
+    def scale_to(self, num: int, add_place: Callable[[], Host], *, drain_s: float) -> str:
         """Change the number of working generators; return a message that describes the change.
 
         New ones start at free places, or at places that ``add_place`` adds. Surplus generators get no new
@@ -245,7 +245,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         """Record that a generator can be called; its loss is recovered once it is healthy."""
         self.table.change(lambda table: table.ready(replica.number))
         self.look_for_healed()
-        self._tell_followers()
+        self._tell_listeners()
 
     def _on_start_failed(self, rank: int, number: int, error: Exception) -> Exception | None:
         self.table.change(lambda table: table.lose(number))
@@ -295,14 +295,14 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             self._slow.forget(replica.number)
 
     async def _clean_up(self, replica: LiveReplica) -> None:
-        self._tell_followers()
+        self._tell_listeners()
         left = InFlightRead(groups={}, problem="its host does not answer")
         try:
             await self._end(replica)
             left = await self._read_left(replica)
         finally:
             # Groups wait for this result.
-            replica.left.set_result(left)
+            replica.recovered.set_result(left)
 
     async def _read_left(self, replica: LiveReplica) -> InFlightRead:
         """Read the tokens that a generator had in flight, after its process has ended."""
@@ -317,8 +317,8 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             logger.warning("%s: what it had in flight is lost: %s", replica.name, left.problem)
         return left
 
-    def _tell_followers(self) -> None:
-        for on_change in self._followers:
+    def _tell_listeners(self) -> None:
+        for on_change in self._listeners:
             self._background.start(on_change())
 
     def _must_kill_on_close(self, replica: LiveReplica) -> bool:

@@ -375,7 +375,7 @@ class GroupEpisodes:
                     except ProcessLost as lost:
                         problem = f"group {group_id}: {lost}, the last of {num_lost + 1} lost generators"
                         if group is not None and group.replica is replica:
-                            group.data = (await asyncio.shield(replica.left)).groups.get(group_id)
+                            group.data = (await asyncio.shield(replica.recovered)).groups.get(group_id)
                 return RefusedGroup(problem=problem, reason=DropReason.LOST)
             except EpisodesCancelled:
                 assert group is not None

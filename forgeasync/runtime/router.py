@@ -214,7 +214,7 @@ class GeneratorRouter:
                         raise GroupGivenUp(problem, DropReason.LOST) from lost
                     if group_id is not None:
                         # A generator that was lost before it began has logged nothing.
-                        left = await asyncio.shield(replica.left)
+                        left = await asyncio.shield(replica.recovered)
                         continued = left.groups.get(group_id, continued)
                 except DeadlineExceeded as late:
                     num_late += 1
@@ -449,7 +449,7 @@ class GeneratorRouter:
                 table.begin_update(one.number, version)
 
         self.pool.table.change(begin)
-        fetched = await self._of_all(
+        fetched = await self._call_all(
             replicas,
             f"fetching version {version}",
             lambda one: one.actor.begin_update.call_one(manifest, shares[one.number] if is_new else None),
@@ -478,11 +478,13 @@ class GeneratorRouter:
         staged: list[bool | None] = [None]
         if len(replicas) == len(numbers):
             # Each generator stages a part for all, so none may swap before the last one has staged.
-            staged = await self._of_all(replicas, what, lambda one: _done(one.actor.stage_update.call_one()))
+            staged = await self._call_all(
+                replicas, what, lambda one: _done(one.actor.stage_update.call_one())
+            )
         if None in staged:
             await self._abandon(host, [one for one in replicas if not one.lost.is_set()])
             return []
-        swaps: list[SwapReport | None] = await self._of_all(
+        swaps: list[SwapReport | None] = await self._call_all(
             replicas, what, lambda one: one.actor.finish_update.call_one()
         )
         return [
@@ -497,7 +499,7 @@ class GeneratorRouter:
                 table.abandon_update(number)
 
         self.pool.table.change(abandon)
-        await self._of_all(
+        await self._call_all(
             replicas, "giving up a version", lambda one: _done(one.actor.abandon_update.call_one())
         )
 
@@ -512,7 +514,7 @@ class GeneratorRouter:
                 "weights.lease_timeout_s may be too short, or the host's memory faulty"
             )
 
-    async def _of_all(
+    async def _call_all(
         self,
         replicas: Sequence[LiveReplica],
         what: str,

@@ -1,8 +1,8 @@
 """The scorers of a run: responses of groups are scored as they finish, in separate processes.
 
-``Scorers`` supervises the processes. ``ScorerPool`` holds the responses that wait for a scorer, and retries
-those of a lost one; ``forgeasync.scoring.dispatch`` has the policy. ``GroupScoring`` collects the scores of
-groups. A failure costs at most one response's group.
+``ScorerProcesses`` supervises the processes. ``ScoreQueue`` holds the responses that wait for a scorer, and
+retries those of a lost one; ``forgeasync.scoring.dispatch`` has the policy. ``GroupScoring`` collects the
+scores of groups. A failure costs at most one response's group.
 """
 
 import asyncio
@@ -55,8 +55,8 @@ SpawnScorer = Callable[[int, int], Awaitable[Spawned[ScorerActor]]]
 Scorer = Supervised[ScorerActor]
 
 
-class Scorers(SupervisedPool[Scorer]):
-    """The scorers' processes; ``score`` calls one of them, and ``ScorerPool`` chooses which."""
+class ScorerProcesses(SupervisedPool[Scorer]):
+    """The scorers' processes; ``score`` calls one of them, and ``ScoreQueue`` chooses which."""
 
     after_loss = ": another one starts, and its responses are scored again"
 
@@ -184,7 +184,7 @@ class _Job:
     """Reason if it is given up now, which completes a sentence."""
 
 
-class ScorerPool:
+class ScoreQueue:
     """Scores responses, with an asyncio task for each assignment and a timer for items that become ready
     later.
 
@@ -373,7 +373,7 @@ class GroupScoring:
 
     def __init__(
         self,
-        pool: ScorerPool,
+        pool: ScoreQueue,
         section: ScorerSection,
         *,
         compares: Callable[[Task], bool] = lambda task: False,
@@ -486,7 +486,7 @@ async def start_scorer(processes: ProcessManager, config: RunConfig) -> GroupSco
             timeouts=config.timeouts,
         )
 
-    scorers = processes.scorer = Scorers(
+    scorers = processes.scorer = ScorerProcesses(
         spawn,
         section,
         limit_s=_longest_call_s(sources, config),
@@ -498,7 +498,7 @@ async def start_scorer(processes: ProcessManager, config: RunConfig) -> GroupSco
     await scorers.start(num_replicas)
     calls = [functools.partial(scorers.score, rank) for rank in range(num_replicas)]
     words = isolation if num_replicas == 1 else f"{num_replicas} scorers, in each {isolation}"
-    pool = ScorerPool(calls, section, isolation=words)
+    pool = ScoreQueue(calls, section, isolation=words)
     comparing = frozenset(source.name for source in sources if _compares(source))
     return GroupScoring(pool, section, compares=lambda task: task.source in comparing)
 

@@ -205,7 +205,7 @@ class TrainerRecovery:
         Raises:
             ValueError: a host has too little shared memory for the snapshots.
         """
-        self._generators.pool.follow(self._tell_generators)
+        self._generators.pool.add_listener(self._tell_generators)
         if self._section.snapshot_every_steps is None:
             return
         trainer = self._life.state.mesh

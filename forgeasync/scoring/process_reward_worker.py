@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from forgeasync.config import ProcessRewardModel
 from forgeasync.environments import Response
-from forgeasync.generator import ScoredTags, StepEngine
+from forgeasync.generator import ProcessRewardEngine, ScoredTags
 from forgeasync.isolation import open_channel, write_line
 from forgeasync.rollouts import FinishReason, Score, ScoreStatus
 from forgeasync.scoring.process_rewards import (
@@ -60,7 +60,7 @@ class StepScoring:
         """
         self._section = section
         self._tokenizer = StepTokenizer(section)
-        self._engine = StepEngine(section, tag_id=self._tokenizer.tag_id)
+        self._engine = ProcessRewardEngine(section, tag_id=self._tokenizer.tag_id)
         self._pending: dict[str, _PendingCall] = {}
         trial = Response("1", 1, FinishReason.STOP)
         if self.begin("trial", "1", trial) is None:

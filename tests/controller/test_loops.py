@@ -47,7 +47,7 @@ from forgeasync.runtime import (
     RefusedGroup,
     SampledResponse,
     ScoredResponses,
-    ScorerPool,
+    ScoreQueue,
     SwappedReplica,
 )
 from forgeasync.scoring import AllFiltered, GroupFiltering
@@ -94,7 +94,7 @@ def run_scored_by(score: Callable[..., Awaitable[ScoredResponses]], recorder: Re
     """Run to the end with another scorer than ``score_by_text``."""
     config = make_config()
     run = make_run(config, held_out=[make_problem(10)], recorder=recorder)
-    run.scorer = run.lifecycle._scorer = GroupScoring(ScorerPool([score], config.scorer), config.scorer)
+    run.scorer = run.lifecycle._scorer = GroupScoring(ScoreQueue([score], config.scorer), config.scorer)
     run_loops(run)
 
 

@@ -23,7 +23,7 @@ from forgeasync.config import (
     load_config,
 )
 from forgeasync.controller import generator_plan
-from forgeasync.generator import engine, step_engine
+from forgeasync.generator import engine, process_reward_engine
 from forgeasync.generator.workarounds import vllm_process
 from forgeasync.models import SHIPPED_MODELS, read_model_facts
 from forgeasync.planning import (
@@ -70,7 +70,7 @@ class Gpu:
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_process, "current_platform", Gpu)
-    monkeypatch.setattr(step_engine, "current_platform", Gpu)
+    monkeypatch.setattr(process_reward_engine, "current_platform", Gpu)
 
 
 def starts(share: float, *, free_bytes: int) -> bool:
@@ -217,11 +217,11 @@ def test_engines_of_process_reward_models_share_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_process_reward_model(tmp_path)
-    monkeypatch.setattr(step_engine.LLMEngine, "from_engine_args", lambda args: args)
+    monkeypatch.setattr(process_reward_engine.LLMEngine, "from_engine_args", lambda args: args)
     section = ProcessRewardModel(
         kind="process_reward_model", model_path=str(folder), dtype=Dtype.BFLOAT16, kv_cache_gib=8.0
     )
-    engine = step_engine.StepEngine(section, tag_id=1)
+    engine = process_reward_engine.ProcessRewardEngine(section, tag_id=1)
     share = engine._llm.gpu_memory_utilization
     weights = sum(tensor.size for tensor in load_file(folder / "model.safetensors").values()) * 2
     assert share * NUM_BYTES == pytest.approx(weights + 8 * GIB)

@@ -186,7 +186,7 @@ class World:
         replica.lost.set()
         self.workers.losses.change(lambda losses: losses.lose([number]))
         groups = {} if turns is None or not turns else {GROUP: pickle.dumps(turns)}
-        replica.left.set_result(InFlightRead(groups=groups))
+        replica.recovered.set_result(InFlightRead(groups=groups))
 
     @asynccontextmanager
     async def pinned(self, num_samples: int) -> AsyncIterator[LiveReplica]:

@@ -23,7 +23,7 @@ from forgeasync.runtime import (
     ResponseScoring,
     SampledResponse,
     ScoredResponses,
-    ScorerPool,
+    ScoreQueue,
     Unscored,
 )
 from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool
@@ -54,7 +54,7 @@ def make_scoring(call: Call, **section: int) -> GroupScoring:
         return await call(task, responses)
 
     config = ScorerSection(**({"max_concurrent": 8, "max_attempts": 3, "max_in_flight": 16} | section))
-    pool = ScorerPool([with_place], config, retry_wait_s=0.0, isolation="landlock")
+    pool = ScoreQueue([with_place], config, retry_wait_s=0.0, isolation="landlock")
     return GroupScoring(pool, config, compares=lambda task: True)
 
 

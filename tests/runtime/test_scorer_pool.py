@@ -8,7 +8,7 @@ import pytest
 from forgeasync.config import ScorerSection
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, Task, VerifierCounts
-from forgeasync.runtime import GroupScoring, ProcessLost, ScoredResponses, ScorerPool, Unavailable, Unscored
+from forgeasync.runtime import GroupScoring, ProcessLost, ScoredResponses, ScoreQueue, Unavailable, Unscored
 from tests.support.buffer_world import make_task
 
 Call = Callable[[Task, Sequence[Response], int], Awaitable[ScoredResponses | Unavailable]]
@@ -33,9 +33,9 @@ def scores(num: int) -> tuple[Score, ...]:
     return tuple(Score(float(index), False) for index in range(num))
 
 
-def pool_of(*calls: Call, **section: float) -> tuple[ScorerPool, GroupScoring]:
+def pool_of(*calls: Call, **section: float) -> tuple[ScoreQueue, GroupScoring]:
     config = ScorerSection(**section)  # type: ignore[arg-type]
-    pool = ScorerPool(list(calls), config, retry_wait_s=0.0, isolation="walls")
+    pool = ScoreQueue(list(calls), config, retry_wait_s=0.0, isolation="walls")
     return pool, GroupScoring(pool, config)
 
 

@@ -9,7 +9,7 @@ import pytest
 from forgeasync.config import ScorerSection
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, VerifierCounts
-from forgeasync.runtime import ProcessLost, RestartsFail, ScoredResponses, Scorers
+from forgeasync.runtime import ProcessLost, RestartsFail, ScoredResponses, ScorerProcesses
 from tests.runtime.supervised_world import Process, SupervisedWorld, answers
 from tests.runtime.supervised_world import started as started_pool
 from tests.support.buffer_world import make_task
@@ -24,9 +24,11 @@ def started(
 ) -> AbstractAsyncContextManager[SupervisedWorld]:
     """One scorer, each process of which counts the responses that it has scored."""
 
-    def build(world: SupervisedWorld) -> Scorers:
+    def build(world: SupervisedWorld) -> ScorerProcesses:
         section = ScorerSection(max_restarts=max_restarts, max_in_flight=2)
-        return Scorers(world.spawn, section, limit_s=limit_s, faults=world.faults, listing=world.listing)
+        return ScorerProcesses(
+            world.spawn, section, limit_s=limit_s, faults=world.faults, listing=world.listing
+        )
 
     def script(process: Process) -> SimpleNamespace:
         num_scored = 0
@@ -65,7 +67,7 @@ async def test_a_scorer_that_scores_nothing_for_too_long_is_replaced() -> None:
         limits = "2 times its limit: scorer.max_in_flight, scorer.num_workers"
         assert f"the scorer (process {world.started[0].process.pid}) has not scored" in world.told[0]
         assert f"within 0.2 s ({limits})" in world.told[0]
-        assert "; the controller waits in Scorers.score (forgeasync/" in world.told[0]
+        assert "; the controller waits in ScorerProcesses.score (forgeasync/" in world.told[0]
 
 
 async def test_counts_of_lost_scorers_stay() -> None:

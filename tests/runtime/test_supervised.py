@@ -28,7 +28,7 @@ from forgeasync.runtime import (
     LocalHost,
     ProcessLost,
     RestartsFail,
-    Scorers,
+    ScorerProcesses,
     SupervisedPool,
     WorkerReport,
     supervised,
@@ -90,7 +90,7 @@ def engines(role: Role, title: str, *, key: str) -> User:
 
 def scorers(world: SupervisedWorld, heartbeat_s: float) -> Pool:
     section = ScorerSection(num_replicas=NUM_PLACES, heartbeat_s=heartbeat_s, max_restarts=MAX_RESTARTS)
-    return Scorers(world.spawn, section, limit_s=3600.0, faults=world.faults, listing=world.listing)
+    return ScorerProcesses(world.spawn, section, limit_s=3600.0, faults=world.faults, listing=world.listing)
 
 
 def workers(world: SupervisedWorld, heartbeat_s: float) -> Pool:

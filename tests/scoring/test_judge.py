@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from forgeasync.config import JudgeReward, MathReward, ScorerSection, Votes
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, Task
-from forgeasync.runtime import GroupScoring, RunRewards, ScoredResponses, ScorerPool, Unavailable
+from forgeasync.runtime import GroupScoring, RunRewards, ScoredResponses, ScoreQueue, Unavailable
 from forgeasync.scoring import (
     CircuitBreaker,
     Judge,
@@ -328,7 +328,7 @@ async def test_a_judge_that_is_down_invents_nothing_others_go_on_and_it_recovers
             return Unavailable(reason=error.reason, retry_after_s=min(0.05, error.retry_after_s))
         return ScoredResponses(scores=scores, counts=rewards.counts)
 
-    pool = ScorerPool([call], scorer)
+    pool = ScoreQueue([call], scorer)
     groups = GroupScoring(pool, scorer)
     server.go_down()
     task = Task(task_id="t1", prompt="1 + 1 =", answer="2", source_index=0, source="judged")

@@ -55,7 +55,7 @@ from forgeasync.runtime import (
     ResponseGroups,
     SampledResponse,
     ScoredResponses,
-    ScorerPool,
+    ScoreQueue,
     SwappedReplica,
     Teaching,
 )
@@ -339,7 +339,7 @@ async def score_by_text(task: Task, responses: Sequence[Response], first: int) -
 
 
 def make_scoring(config: RunConfig) -> GroupScoring:
-    return GroupScoring(ScorerPool([score_by_text], config.scorer), config.scorer)
+    return GroupScoring(ScoreQueue([score_by_text], config.scorer), config.scorer)
 
 
 class Console:

@@ -37,7 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.request import RequestStatus
 
-from forgeasync.generator.reports import StepTimes
+from forgeasync.generator.reports import EngineStepTimes
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -125,7 +125,7 @@ class InProcessAsyncClient(EngineCoreClient):
         self._stopping = False
         self._stands_still = False
         self.resources = _Resources()
-        self.step_times = StepTimes()
+        self.step_times = EngineStepTimes()
         # Built in the thread that steps it: vLLM's GPU runner keeps the CUDA stream of the thread that warms
         # it up.
         built: Future[EngineCore] = Future()

@@ -36,7 +36,7 @@ class ScoredTags:
     """Reason for missing values, or None."""
 
 
-class StepEngine:
+class ProcessRewardEngine:
     """Pooling engine of one process reward model."""
 
     def __init__(self, section: ProcessRewardModel, *, tag_id: int) -> None:
