@@ -118,9 +118,8 @@ def engine_args(
         # Log-probabilities of the distribution that is sampled: after temperature, top-k, top-p and min-p.
         logprobs_mode="processed_logprobs",
         max_logprobs=num_scored_ids,
-        # Every token of a step's output then comes from the weights of that step, so version labels are
-        # exact.
-        async_scheduling=False,
+        # A CPU computes a step within the call that launches it, so nothing would run beside it.
+        async_scheduling=not is_cpu,
         seed=seed,
         enable_return_routed_experts=records.routing and not is_cpu,
         return_sampling_mask=records.kept_tokens and not is_cpu,

@@ -21,6 +21,7 @@ class Core:
     def __init__(self, *_: object) -> None:
         self.thread = threading.current_thread()
         self.scheduler = SimpleNamespace(has_requests=lambda: False, running=[])
+        self.batch_queue = None
 
     def step_fn(self) -> tuple[None, bool]:
         return None, False

@@ -20,6 +20,8 @@ from forgeasync.rollouts import CaptureSpec, LoggedTurn, Rollout
 from forgeasync.weights import NamedWeight, WeightLayout, lay_out, plan_copies
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
 
     from forgeasync.generator import GeneratorEngine, SwapReport
@@ -118,6 +120,28 @@ async def let_decode(engine: "GeneratorEngine", num_tokens: int) -> None:
         # Requests are added by tasks that need some turns of the event loop.
         await asyncio.sleep(0)
     await client.between_steps(resume)
+
+
+def schedule_asynchronously() -> None:
+    """Have engines of this process schedule a step while the one before it is in flight, as on GPUs.
+
+    vLLM's platform for CPUs turns that off. Its CPU runner computes a step when it is launched, and returns
+    what was sampled at once.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from forgeasync.generator import engine
+
+    start = engine.start_llm
+
+    async def start_llm(vllm_config: "VllmConfig", **options: object) -> "AsyncLLM":
+        vllm_config.scheduler_config.async_scheduling = True
+        llm = await start(vllm_config, **options)
+        assert await llm.engine_core.between_steps(lambda core: core.batch_queue is not None)
+        return llm
+
+    engine.start_llm = start_llm
+    GPUModelRunner.use_async_scheduling = property(lambda _: False, lambda *_: None)
 
 
 TIE = 3e-5

@@ -11,6 +11,11 @@ puts commands into a queue without waiting. The engine thread runs all queued co
 sleeps on the queue when it has no requests or is paused, and sends outputs to the loop. A pause holds back
 steps only: commands run as usual, so nothing can deadlock on it. Commands after the thread's end fail with
 ``EngineDeadError``.
+
+With vLLM's asynchronous scheduling, which engines on GPUs use, the core schedules a step while the one before
+it computes. Commands wait until the steps in flight have ended, except those that only add or abort requests.
+vLLM labels a step's tokens with the version that is set when the step ends, so a swap in mid-step would give
+them a wrong label.
 """
 
 import asyncio
@@ -24,6 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -63,6 +69,8 @@ class _Command(Generic[R]):
 
     function: Callable[[EngineCore], R]
     future: Future[R]
+    needs_drain: bool
+    """Whether no step may be in flight while it runs."""
 
     def run(self, core: EngineCore) -> None:
         # A cancelled caller gets no result, but the function still runs.
@@ -149,10 +157,10 @@ class InProcessAsyncClient(EngineCoreClient):
         built.set_result(core)
         try:
             while not self._stopping:
-                if self._stands_still or not self._core.scheduler.has_requests():
-                    self._commands.get().run(self._core)
+                if self._stands_still or not (core.scheduler.has_requests() or core.batch_queue):
+                    self._run_command()
                 while not self._commands.empty():
-                    self._commands.get().run(self._core)
+                    self._run_command()
                 if not self._stopping and not self._stands_still:
                     self._step()
         except Exception as error:
@@ -162,6 +170,17 @@ class InProcessAsyncClient(EngineCoreClient):
             self._commands.get().refuse()
         while not self._commands.empty():
             self._commands.get().refuse()
+
+    def _run_command(self) -> None:
+        command = self._commands.get()
+        if command.needs_drain and self._core.batch_queue:
+            scheduler = self._core.scheduler
+            # Paused, it schedules no further step.
+            scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            while self._core.batch_queue:
+                self._step()
+            scheduler.set_pause_state(PauseState.UNPAUSED)
+        command.run(self._core)
 
     def _step(self) -> None:
         start_s = time.perf_counter()
@@ -177,12 +196,15 @@ class InProcessAsyncClient(EngineCoreClient):
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._outputs.put_nowait, item)
 
-    async def between_steps(self, function: Callable[[EngineCore], R]) -> R:
-        """Run a function of the engine core between two steps; return its result or raise its error."""
+    async def between_steps(self, function: Callable[[EngineCore], R], *, needs_drain: bool = True) -> R:
+        """Run a function of the engine core between two steps; return its result or raise its error.
+
+        Without ``needs_drain`` a step may be in flight.
+        """
         if self.resources.engine_dead or self._stopping:
             raise EngineDeadError()
         future: Future[R] = Future()
-        self._commands.put(_Command(function, future))
+        self._commands.put(_Command(function, future, needs_drain))
         return await asyncio.wrap_future(future)
 
     async def get_output_async(self) -> EngineCoreOutputs:
@@ -213,7 +235,7 @@ class InProcessAsyncClient(EngineCoreClient):
             self._observer.request_added(request)
             core.add_request(*core.preprocess_add_request(request))
 
-        await self.between_steps(add)
+        await self.between_steps(add, needs_drain=False)
 
     def refresh_cache_salts(self, core: EngineCore, *, recomputed: bool) -> None:
         """Give requests that have not started the new version's cache salt (engine thread, after a swap).
@@ -232,7 +254,7 @@ class InProcessAsyncClient(EngineCoreClient):
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         if request_ids and not self.resources.engine_dead:
-            await self.between_steps(lambda core: self.end_requests(core, request_ids))
+            await self.between_steps(lambda core: self.end_requests(core, request_ids), needs_drain=False)
 
     def end_requests(self, core: EngineCore, request_ids: Iterable[str]) -> None:
         """Abort requests (engine thread); they finish with what they have and vLLM's reason "abort"."""
@@ -261,7 +283,7 @@ class InProcessAsyncClient(EngineCoreClient):
         """Stop the thread after the step in flight and free the executor; idempotent."""
         if not self._stopping:
             self._stopping = True
-            self._commands.put(_Command(lambda _: None, Future()))
+            self._commands.put(_Command(lambda _: None, Future(), needs_drain=False))
             if threading.current_thread() is not self._thread:
                 self._thread.join(timeout)
             self._core.shutdown()
