@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from tests.support.engines import schedule_asynchronously
 from tests.support.processes import call_in_processes
 from tests.support.tiers import Starts, starts
 
@@ -55,6 +56,7 @@ def _as_on_a_gpu(function: Callable[..., R], arguments: tuple[object, ...]) -> R
     # What our own code asks the platform; vLLM goes on seeing a CPU.
     for module in (engine, served_adapters):
         module.current_platform = SimpleNamespace(is_cpu=lambda: False)
+    schedule_asynchronously()
     return function(*arguments)
 
 
