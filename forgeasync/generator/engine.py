@@ -368,6 +368,7 @@ class GeneratorEngine:
                     min_p=sampling.min_p,
                     max_tokens=max_tokens - turn.trajectory.num_sampled,
                     logprobs=0,
+                    flat_logprobs=True,
                     seed=part_seed(seed, sample=episode.sample, part=number, agent=episode.agent),
                     # Text is decoded once, from all requests; here only to detect stop texts.
                     detokenize=bool(sampling.stop),
@@ -543,6 +544,7 @@ async def _sample(
             max_tokens=num_tokens,
             ignore_eos=True,
             logprobs=0,
+            flat_logprobs=True,
             seed=index,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreRequest
@@ -166,18 +167,12 @@ class SequenceReader:
 
     def sampled(self, output: CompletionOutput) -> SampledTokens:
         """Convert the tokens that a request has sampled, at least one."""
-        assert output.logprobs is not None and output.weight_versions is not None
+        assert isinstance(output.logprobs, FlatLogprobs) and output.weight_versions is not None
         experts, mask = output.routed_experts, output.sampling_mask
         return SampledTokens(
             ids_T=np.asarray(output.token_ids, np.int32),
-            logprobs_T=np.asarray(
-                [
-                    # The declared type includes None, which only positions of a prompt can have.
-                    candidates[token].logprob  # type: ignore[index]
-                    for token, candidates in zip(output.token_ids, output.logprobs, strict=True)
-                ],
-                np.float32,
-            ),
+            # The first entry of each position is the sampled token's.
+            logprobs_T=np.asarray(output.logprobs.logprobs, np.float32)[output.logprobs.start_indices],
             version_spans=tuple(
                 VersionSpan(version=int(span.version), start=span.start, end=span.end)
                 for span in output.weight_versions

@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.outputs import SamplingMaskLists
 
 from forgeasync.generator import InProcessAsyncClient, start_llm
 from forgeasync.generator.workarounds import inprocess_client
@@ -96,6 +99,38 @@ def occupied() -> Iterator[tuple[Callable[[object], None], threading.Event, thre
 
     yield occupy, runs, may_end
     may_end.set()
+
+
+def test_records_of_a_request_do_not_keep_those_of_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And vLLM makes arrays of kept sets, not a Python int of each id."""
+    experts_NLK, ids_N = np.arange(24, dtype=np.uint8).reshape(4, 3, 2), np.arange(6, dtype=np.int32)
+    output = EngineCoreOutput(
+        "a", [1], routed_experts=experts_NLK[1:2], new_sampling_mask=SamplingMaskLists(ids_N[2:5])
+    )
+
+    class Sampled(Core):
+        def step_fn(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
+            self.scheduler.has_requests = lambda: False
+            return {0: EngineCoreOutputs(outputs=[output])}, True
+
+    async def run() -> None:
+        client = await start()
+        await client.between_steps(lambda core: setattr(core.scheduler, "has_requests", lambda: True))
+        (found,) = (await client.get_output_async()).outputs
+        assert found.routed_experts is not None and found.new_sampling_mask is not None
+        for ours, theirs in (
+            (found.routed_experts, experts_NLK[1:2]),
+            (found.new_sampling_mask[0], ids_N[2:5]),
+        ):
+            assert ours.base is None
+            np.testing.assert_array_equal(ours, theirs)
+        client.shutdown()
+        many = SamplingMaskLists(ids_N, np.array([0, 2, 2, 6])).to_nested_list()
+        assert [row.tolist() for row in many] == [[0, 1], [], [2, 3, 4, 5]]
+        assert [row.tolist() for row in SamplingMaskLists(ids_N).to_nested_list()] == [ids_N.tolist()]
+
+    monkeypatch.setattr(inprocess_client, "EngineCore", Sampled)
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("is_running", [False, True])

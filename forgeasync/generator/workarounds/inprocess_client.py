@@ -28,6 +28,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import (
@@ -41,6 +42,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
+from vllm.v1.outputs import SamplingMaskLists
 from vllm.v1.request import RequestStatus
 
 from forgeasync.generator.reports import EngineStepTimes
@@ -189,6 +191,7 @@ class InProcessAsyncClient(EngineCoreClient):
         self.step_times.stepped(outputs.get(0) if outputs else None, scheduler_of(self._core).running, step_s)
         self._core.post_step(model_executed=model_executed)
         if outputs and 0 in outputs:
+            _copy_records(outputs[0])
             self._observer.stepped(outputs[0])
             self._hand_over(outputs[0])
 
@@ -289,6 +292,24 @@ class InProcessAsyncClient(EngineCoreClient):
             self._core.shutdown()
 
 
+def _copy_records(outputs: EngineCoreOutputs) -> None:
+    """Copy each request's records, which are views of arrays with those of the whole step.
+
+    Views would keep the arrays of every step alive until the longest request ends. vLLM's clients of other
+    processes get copies, because they are sent.
+    """
+    for output in outputs.outputs:
+        if output.routed_experts is not None:
+            output.routed_experts = output.routed_experts.copy()
+        if (mask := output.new_sampling_mask) is not None:
+            output.new_sampling_mask = mask._replace(token_ids=mask.token_ids.copy())
+
+
+def _rows_of_mask(mask: SamplingMaskLists) -> list[np.ndarray]:
+    """Return the kept ids of each token, as arrays: vLLM's own method makes a Python int of each."""
+    return [mask.token_ids] if mask.offsets is None else np.split(mask.token_ids, mask.offsets[1:-1])
+
+
 _building = threading.Lock()
 """Held while ``AsyncLLM`` builds a client through a static method that is replaced temporarily."""
 
@@ -315,6 +336,7 @@ async def start_llm(vllm_config: VllmConfig, *, salt_with_version: bool, observe
         )
 
     def build() -> AsyncLLM:
+        SamplingMaskLists.to_nested_list = _rows_of_mask  # type: ignore[method-assign,assignment]  # see there
         with _building:
             original = EngineCoreClient.make_async_mp_client
             # Replaces vLLM's method during one call.
