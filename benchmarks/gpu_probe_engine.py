@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,14 +23,12 @@ SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, 
 SMALL_INNER = {"expert_hidden_size": 32, "dense_hidden_size": 64, "num_dense_layers": 2}
 """On a CPU. What the family does not have stays 0."""
 
-MAX_LENGTH = 160
-
 OVERRIDES = """max_steps=4 max_off_policy_steps=0 sampling.top_k=20 algorithm.group_size=8
     algorithm.groups_per_step=8 generator.max_num_seqs=64 trainer.optimizer.learning_rate=1e-3
     trainer.parallel.num_procs=1 trainer.parallel.expert=1""".split()
 
 OVERRIDES_ON_GPU = """launcher.share_gpu=true trainer.dtype=bfloat16 generator.dtype=bfloat16
-    generator.kv_cache_gib=1 generator.compile=true""".split()
+    generator.kv_cache_gib=1 generator.compile=true trainer.recovery.snapshot_every_steps=null""".split()
 
 MAX_ERROR_NATS = 0.05
 """Largest mean difference of log-probabilities between trainer and engine in bfloat16."""
@@ -39,6 +38,8 @@ def engine(device: Device, report: Report) -> None:
     """Train random models on 64 sequences a step. Without age, each step needs a swap before it."""
     if importlib.util.find_spec("vllm") is None:
         raise Skipped("vLLM is not installed")
+    if device.is_gpu and shutil.disk_usage("/dev/shm").free < 4 * 2**30:
+        raise Skipped("needs 4 GiB of /dev/shm")
     for name, (model, changes) in MODELS.items():
         with report.case(name), tempfile.TemporaryDirectory(prefix="gpu_probe-") as scratch:
             _run(device, report, name, _write_model(Path(scratch) / "model", device, model, changes))
@@ -53,7 +54,7 @@ def _write_model(folder: Path, device: Device, model: str, changes: dict[str, in
     if not device.is_gpu:
         inner = {key: size for key, size in SMALL_INNER.items() if getattr(facts, key)}
         changes = changes | SMALL | inner
-    changes |= {"vocab_size": NUM_CHARACTER_TOKENS, "max_position_embeddings": MAX_LENGTH}
+    changes = changes | {"vocab_size": NUM_CHARACTER_TOKENS, "max_position_embeddings": 160}
     facts = dataclasses.replace(facts, **changes)
     write_model(folder, raw, facts, chat_template=False, template_arguments=(), seed=0)
     return folder

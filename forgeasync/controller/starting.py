@@ -39,7 +39,7 @@ from forgeasync.observability import (
     StepConsole,
     default_run_dir,
 )
-from forgeasync.planning import bytes_beside_trainer
+from forgeasync.planning import trainer_gpu_share
 from forgeasync.rollouts import Group, PromptEncoder, Score, StoredRollout, Task, steps_of
 from forgeasync.runtime import (
     TEACHER_HOST,
@@ -219,7 +219,7 @@ def trainer_setup(prepared: Prepared, loss: Loss) -> TrainerSetup:
         checkpoint=prepared.model_path,
         lora=config.lora,
         average_alpha=average_alpha(config.teachers),
-        reserved_gpu_bytes=bytes_beside_trainer(config, prepared.facts),
+        gpu_share=trainer_gpu_share(config, prepared.facts),
     )
 
 

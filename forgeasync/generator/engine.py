@@ -427,7 +427,8 @@ class GeneratorEngine:
         """Cancel groups between two steps; groups that have ended meanwhile are ignored."""
         self._groups.cancel(group_ids)
         await self._client.between_steps(
-            lambda core: self._client.end_requests(core, self._groups.cancelled_requests(core))
+            lambda core: self._client.end_requests(core, self._groups.cancelled_requests(core)),
+            needs_drain=False,
         )
 
     async def cancel_episode(self, episode: EngineEpisode) -> None:
@@ -435,7 +436,8 @@ class GeneratorEngine:
         episode.is_cancelled = True
         self._groups.cancel_episode(episode.number)
         await self._client.between_steps(
-            lambda core: self._client.end_requests(core, self._groups.cancelled_requests(core))
+            lambda core: self._client.end_requests(core, self._groups.cancelled_requests(core)),
+            needs_drain=False,
         )
 
     async def update_weights(
@@ -453,9 +455,12 @@ class GeneratorEngine:
         """
         return await self._updates.run(version, prefetch=prefetch, install=install)
 
-    async def between_steps(self, function: Callable[[EngineCore], R]) -> R:
-        """Run a function of vLLM's engine core on the engine's thread, between two steps."""
-        return await self._client.between_steps(function)
+    async def between_steps(self, function: Callable[[EngineCore], R], *, needs_drain: bool = True) -> R:
+        """Run a function of vLLM's engine core on the engine's thread, between two steps.
+
+        Without ``needs_drain`` a step may be in flight on a GPU.
+        """
+        return await self._client.between_steps(function, needs_drain=needs_drain)
 
     async def parameters(self) -> list[dict[str, torch.Tensor]]:
         """Return copies of every worker's parameters, with experts unpacked (CPU engines only)."""
@@ -478,7 +483,9 @@ class GeneratorEngine:
 
     async def kv_usage(self) -> float:
         """Return the share of the KV cache that running requests hold."""
-        return await self._client.between_steps(lambda core: scheduler_of(core).kv_cache_manager.usage)
+        return await self._client.between_steps(
+            lambda core: scheduler_of(core).kv_cache_manager.usage, needs_drain=False
+        )
 
     def shutdown(self) -> None:
         self._llm.shutdown()

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Se
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -117,7 +117,12 @@ class WeightRoute:
         return f"weights are loaded by vLLM's reload_weights, while decoding stands still: {reasons}{more}"
 
 
-BetweenSteps = Callable[[Callable[[EngineCore], Any]], Awaitable[Any]]
+class BetweenSteps(Protocol):
+    """``GeneratorEngine.between_steps``."""
+
+    def __call__(
+        self, function: Callable[[EngineCore], Any], *, needs_drain: bool = True
+    ) -> Awaitable[Any]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +143,10 @@ class EngineWeights:
         self._route = WeightRoute()
         self._traces: list[LoadTrace] = []
 
-    async def _call(self, method: str, *arguments: object) -> list[Any]:
-        return await self._between_steps(lambda core: core.collective_rpc(method, args=arguments))
+    async def _call(self, method: str, *arguments: object, needs_drain: bool = True) -> list[Any]:
+        return await self._between_steps(
+            lambda core: core.collective_rpc(method, args=arguments), needs_drain=needs_drain
+        )
 
     async def trace(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> WeightRoute:
         """Find where each worker stores the tensors of a model, and return how it can install new ones.
@@ -184,9 +191,9 @@ class EngineWeights:
 
         ``share`` is the engine's share among the generators that stage the version together.
         """
-        await self._call("start_staging", share)
+        await self._call("start_staging", share, needs_drain=False)
         delay_s = POLL_START_S
-        while not all(await self._call("staging_done")):
+        while not all(await self._call("staging_done", needs_drain=False)):
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, POLL_MAX_S)
 

@@ -3,7 +3,6 @@ from .host_requests import request_warnings as request_warnings
 from .host_requests import role_needs as role_needs
 from .host_requests import with_host_requests as with_host_requests
 from .memory import SHARED_CONTEXTS_BYTES as SHARED_CONTEXTS_BYTES
-from .memory import bytes_beside_trainer as bytes_beside_trainer
 from .memory import check_host_memory as check_host_memory
 from .memory import check_memory as check_memory
 from .memory import check_shared_memory as check_shared_memory
@@ -11,6 +10,7 @@ from .memory import generator_memory as generator_memory
 from .memory import planned_machine as planned_machine
 from .memory import teacher_facts as teacher_facts
 from .memory import teacher_memory as teacher_memory
+from .memory import trainer_gpu_share as trainer_gpu_share
 from .parameters import Machine as Machine
 from .parameters import ParameterCounts as ParameterCounts
 from .parameters import count_parameters as count_parameters

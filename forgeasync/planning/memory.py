@@ -121,10 +121,16 @@ def _shared(trainer_bytes: int, generator: Sequence[MemoryItem], machine: Machin
     return MemorySection(owner="shared GPU", items=items, total=_whole(items, machine))
 
 
-def bytes_beside_trainer(config: RunConfig, facts: ModelFacts) -> int | None:
-    """Return the memory of a shared GPU that is not for the trainer's tensors; None if no GPU is shared."""
+def trainer_gpu_share(config: RunConfig, facts: ModelFacts) -> float | None:
+    """Return the share of a GPU's memory that is for the trainer's tensors; None if no GPU is shared."""
     if not shares_gpus(config):
         return None
+    trainer = trainer_memory(config, facts, count_parameters(facts), Machine.GPU).total_bytes
+    return trainer / (trainer + bytes_beside_trainer(config, facts))
+
+
+def bytes_beside_trainer(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the memory of a shared GPU that is not for the trainer's tensors."""
     return (
         total_bytes(generator_memory(config, facts, count_parameters(facts), Machine.GPU))
         + SHARED_CONTEXTS_BYTES

@@ -477,7 +477,7 @@ def fit_rows(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> list[tu
         words = " ".join(fit.proposal.overrides(config))
         rows.append(("trainer layout that fits", gib(fit.smallest), words))
     if shares_gpus(config):
-        both = fit.planned + (bytes_beside_trainer(config, facts) or 0)
+        both = fit.planned + bytes_beside_trainer(config, facts)
         rows.append(_fit_row("both roles on one GPU: fit", both, fit.usable, limit))
         if both > fit.usable:
             overrides = _shared_overrides(config, facts, fit.usable)
@@ -498,7 +498,7 @@ def _shared_overrides(config: RunConfig, facts: ModelFacts, usable: int) -> str 
     """
     counts, cache_gib = count_parameters(facts), config.generator.kv_cache_gib
     one_sequence = config.model.max_context_length * kv_bytes_per_token(config, facts) / 2**30
-    others = (bytes_beside_trainer(config, facts) or 0) - cache_gib * 2**30
+    others = bytes_beside_trainer(config, facts) - cache_gib * 2**30
     for offload, layout in product(sorted({config.trainer.cpu_offload, True}), _layouts(config)):
         changed = layout.of(config)
         changed = changed.model_copy(

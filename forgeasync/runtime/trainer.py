@@ -222,14 +222,16 @@ class TrainerActor(Actor):
     def _build(self, setup: TrainerSetup) -> int:
         # TorchTitan takes seconds to import, so only processes that train import it.
         from forgeasync.models import DEVICE_TYPE
-        from forgeasync.trainer import CheckpointWriter, PolicyTrainer, reserve_gpu_memory
+        from forgeasync.trainer import CheckpointWriter, PolicyTrainer
 
         backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
         if DEVICE_TYPE != "cpu":
             # This process sees only this GPU; LOCAL_RANK counts the GPUs of the host.
             torch.accelerator.set_device_index(0)
-            if setup.reserved_gpu_bytes is not None:
-                reserve_gpu_memory(setup.reserved_gpu_bytes)
+            if setup.gpu_share is not None:
+                # Without a limit the allocator keeps freed blocks until the GPU is full, and an engine that
+                # replaces a lost one does not start.
+                torch.cuda.set_per_process_memory_fraction(setup.gpu_share)
         dist.init_process_group(backend)
         # Recomputation in the backward pass needs this thread's mesh context.
         torch.autograd.set_multithreading_enabled(False)

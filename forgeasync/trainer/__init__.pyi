@@ -18,7 +18,6 @@ from .packing import pack_row as pack_row
 from .packing import pack_rows as pack_rows
 from .packing import write_rows as write_rows
 from .policy_trainer import PolicyTrainer as PolicyTrainer
-from .policy_trainer import reserve_gpu_memory as reserve_gpu_memory
 from .replay_router import ReplayRouter as ReplayRouter
 from .replay_router import replay_routers as replay_routers
 from .run_checkpoint import CheckpointWriter as CheckpointWriter

@@ -109,14 +109,6 @@ class RowForward:
         vocabulary at temperature 1 are returned.
         """
         mine = self.own_part(row)
-        positions_L = torch.from_numpy(row.positions_L[mine])
-        hidden_BLD = self._model(
-            torch.from_numpy(row.token_ids_L[mine])[None].to(DEVICE_TYPE),
-            positions=positions_L[None].to(DEVICE_TYPE),
-            attention_masks=attention_masks(self._model, row.positions_L[None], part=mine),
-        )
-        if isinstance(hidden_BLD, DTensor):
-            hidden_BLD = hidden_BLD.to_local()
         # This rank's targets: their positions in its part, and the index of the first among all targets.
         positions_T = row.mask_L[mine].nonzero()[0]
         first = int(row.mask_L[: mine.start].sum())
@@ -129,7 +121,17 @@ class RowForward:
             if extra_ids_TK is None
             else torch.from_numpy(extra_ids_TK[first : first + len(positions_T)]).to(DEVICE_TYPE),
         )
-        hidden_TD = hidden_BLD[0, torch.from_numpy(positions_T).to(DEVICE_TYPE)]
+        places_T = torch.from_numpy(positions_T).to(DEVICE_TYPE)
+        # All uploads come before this, because each one waits for what runs on the GPU.
+        positions_L = torch.from_numpy(row.positions_L[mine])
+        hidden_BLD = self._model(
+            torch.from_numpy(row.token_ids_L[mine])[None].to(DEVICE_TYPE),
+            positions=positions_L[None].to(DEVICE_TYPE),
+            attention_masks=attention_masks(self._model, row.positions_L[None], part=mine),
+        )
+        if isinstance(hidden_BLD, DTensor):
+            hidden_BLD = hidden_BLD.to_local()
+        hidden_TD = hidden_BLD[0, places_T]
         found = self._model.lm_head(hidden_TD, targets, self._temperature, with_entropies)
         if not torch.is_grad_enabled():
             self._reshard()

@@ -274,7 +274,8 @@ def _cut_away(
         # Ids of other slices go to a column of their own, because selecting by a mask waits for the GPU.
         local_N = (local_N - vocabulary.start).where(vocabulary.has(kept_ids), width)
     # Cut all ids of tokens that have a kept set, then restore the kept ones.
-    is_cut_away_Tw = (widths_T > 0)[:, None].expand(-1, width + 1).clone()
+    num_columns = width + (vocabulary.group is not None)
+    is_cut_away_Tw = (widths_T > 0)[:, None].expand(-1, num_columns).clone()
     is_cut_away_Tw[token_N, local_N] = False
     return is_cut_away_Tw[:, :width]
 

@@ -55,15 +55,6 @@ from forgeasync.trainer.token_collector import ReplayedDecisions, TokenCollector
 from forgeasync.weights import NamedWeight
 
 
-def reserve_gpu_memory(num_bytes: int) -> None:
-    """Limit this process's CUDA allocator, so that ``num_bytes`` of its GPU stay free for other processes.
-
-    An allocator without a limit keeps freed blocks until the GPU is full. A replaced engine would not start.
-    """
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(1.0 - num_bytes / total)
-
-
 class PolicyTrainer:
     """Trains a policy on packed rows, and writes its weights and checkpoints."""
 

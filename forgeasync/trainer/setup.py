@@ -27,7 +27,8 @@ class TrainerSetup:
     """Maximum age of trained tokens in versions; older ones are left out of the loss and its denominator."""
     resume_from: Path | None = None
     """Checkpoint of a run to continue from."""
-    reserved_gpu_bytes: int | None = None
-    """GPU memory that the trainer's allocator leaves free, for an engine on the same GPU; None: no limit."""
+    gpu_share: float | None = None
+    """Limit of the CUDA allocator, as a share of the GPU's memory. The rest is for an engine there; None: no
+    limit."""
     bad_steps: Path | None = None
     """Folder for the rows of batches with a bad step; None: they are not saved."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.outputs import SamplingMaskLists
 
 from forgeasync.generator import InProcessAsyncClient, start_llm
@@ -99,6 +100,30 @@ def occupied() -> Iterator[tuple[Callable[[object], None], threading.Event, thre
 
     yield occupy, runs, may_end
     may_end.set()
+
+
+def test_who_waits_for_the_steps_in_flight_gets_their_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Core):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)
+            self.scheduler.set_pause_state = lambda _: None
+
+        def step_fn(self) -> tuple[None, bool]:
+            raise RuntimeError("no GPU any more")
+
+    async def run() -> None:
+        client = await start()
+        with pytest.raises(EngineDeadError):
+            # Paused, only a command ends the steps in flight.
+            async with asyncio.timeout(DEADLINE_S), client.paused():
+                await client.between_steps(lambda core: setattr(core, "batch_queue", [1]), needs_drain=False)
+                await client.between_steps(lambda _: None)
+        with pytest.raises(RuntimeError, match="no GPU any more"):
+            await client.get_output_async()
+        client.shutdown()
+
+    monkeypatch.setattr(inprocess_client, "EngineCore", Failing)
+    asyncio.run(run())
 
 
 def test_records_of_a_request_do_not_keep_those_of_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:

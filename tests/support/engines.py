@@ -21,7 +21,6 @@ from forgeasync.weights import NamedWeight, WeightLayout, lay_out, plan_copies
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
 
     from forgeasync.generator import GeneratorEngine, SwapReport
@@ -128,19 +127,18 @@ def schedule_asynchronously() -> None:
     vLLM's platform for CPUs turns that off. Its CPU runner computes a step when it is launched, and returns
     what was sampled at once.
     """
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from forgeasync.generator import engine
+    build = AsyncLLM.from_vllm_config
 
-    start = engine.start_llm
-
-    async def start_llm(vllm_config: "VllmConfig", **options: object) -> "AsyncLLM":
+    def from_vllm_config(vllm_config: "VllmConfig", **options: Any) -> AsyncLLM:
         vllm_config.scheduler_config.async_scheduling = True
-        llm = await start(vllm_config, **options)
-        assert await llm.engine_core.between_steps(lambda core: core.batch_queue is not None)
+        llm = build(vllm_config, **options)
+        assert llm.engine_core._core.batch_queue is not None
         return llm
 
-    engine.start_llm = start_llm
+    AsyncLLM.from_vllm_config = from_vllm_config
     GPUModelRunner.use_async_scheduling = property(lambda _: False, lambda *_: None)
 
 

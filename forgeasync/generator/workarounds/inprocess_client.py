@@ -13,7 +13,7 @@ steps only: commands run as usual, so nothing can deadlock on it. Commands after
 ``EngineDeadError``.
 
 With vLLM's asynchronous scheduling, which engines on GPUs use, the core schedules a step while the one before
-it computes. Commands wait until the steps in flight have ended, except those that only add or abort requests.
+it computes. Commands wait until the steps in flight have ended, unless they say that they need not.
 vLLM labels a step's tokens with the version that is set when the step ends, so a swap in mid-step would give
 them a wrong label.
 """
@@ -165,6 +165,7 @@ class InProcessAsyncClient(EngineCoreClient):
                     self._run_command()
                 if not self._stopping and not self._stands_still:
                     self._step()
+            self._drain()
         except Exception as error:
             self.resources.engine_dead = True
             self._hand_over(error)
@@ -175,14 +176,21 @@ class InProcessAsyncClient(EngineCoreClient):
 
     def _run_command(self) -> None:
         command = self._commands.get()
-        if command.needs_drain and self._core.batch_queue:
-            scheduler = self._core.scheduler
-            # Paused, it schedules no further step.
-            scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        if command.needs_drain:
+            try:
+                self._drain()
+            except BaseException:
+                command.refuse()
+                raise
+        command.run(self._core)
+
+    def _drain(self) -> None:
+        """End the steps in flight without beginning another one."""
+        if self._core.batch_queue:
+            self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
             while self._core.batch_queue:
                 self._step()
-            scheduler.set_pause_state(PauseState.UNPAUSED)
-        command.run(self._core)
+            self._core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _step(self) -> None:
         start_s = time.perf_counter()
