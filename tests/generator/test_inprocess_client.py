@@ -113,11 +113,15 @@ def test_who_waits_for_the_steps_in_flight_gets_their_failure(monkeypatch: pytes
 
     async def run() -> None:
         client = await start()
+        done: set[asyncio.Task[None]] = set()
         with pytest.raises(EngineDeadError):
             # Paused, only a command ends the steps in flight.
-            async with asyncio.timeout(DEADLINE_S), client.paused():
+            async with client.paused():
                 await client.between_steps(lambda core: setattr(core, "batch_queue", [1]), needs_drain=False)
-                await client.between_steps(lambda _: None)
+                waiting = asyncio.create_task(client.between_steps(lambda _: None))
+                done, _ = await asyncio.wait([waiting], timeout=DEADLINE_S)
+        (ended,) = done
+        assert isinstance(ended.exception(), EngineDeadError)
         with pytest.raises(RuntimeError, match="no GPU any more"):
             await client.get_output_async()
         client.shutdown()
