@@ -168,6 +168,7 @@ class SequenceReader:
     def sampled(self, output: CompletionOutput) -> SampledTokens:
         """Convert the tokens that a request has sampled, at least one."""
         assert isinstance(output.logprobs, FlatLogprobs) and output.weight_versions is not None
+        assert len(output.logprobs) == len(output.token_ids)
         experts, mask = output.routed_experts, output.sampling_mask
         return SampledTokens(
             ids_T=np.asarray(output.token_ids, np.int32),

@@ -28,6 +28,7 @@ from forgeasync.rollouts import (
     in_flight,
     read_in_flight,
 )
+from tests.support.engines import flat_logprobs
 
 VOCABULARY = 50
 PROMPT = np.asarray([3, 4, 5], np.int32)
@@ -274,7 +275,7 @@ def test_texts_that_end_a_turn_are_found_across_a_death(
         if end is None:
             rest = SimpleNamespace(
                 token_ids=ids[num_before:],
-                logprobs=[{token: SimpleNamespace(logprob=0.0)} for token in ids[num_before:]],
+                logprobs=flat_logprobs(ids[num_before:], [0.0] * len(ids[num_before:])),
                 weight_versions=[SimpleNamespace(version="5", start=0, end=len(ids) - num_before)],
                 routed_experts=np.zeros((len(PROMPT) + len(ids) - 1, 1, 1), np.uint8),
                 sampling_mask=None,

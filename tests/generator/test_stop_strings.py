@@ -22,7 +22,7 @@ from forgeasync.rollouts import (
     check_rollout,
 )
 from forgeasync.testing import write_tiny_model
-from tests.support.engines import RECORDS, start_engine
+from tests.support.engines import RECORDS, flat_logprobs, start_engine
 from tests.support.processes import run_alone
 
 FREE = SamplingSection(temperature=1.0, top_k=20, max_response_tokens=40)
@@ -118,7 +118,7 @@ def make_part(ids: list[int], *, first_row: int, version: int, finish_reason: st
         text="",
         token_ids=ids,
         cumulative_logprob=None,
-        logprobs=[{token: SimpleNamespace(logprob=-float(token))} for token in ids],
+        logprobs=flat_logprobs(ids, [-float(token) for token in ids]),
         routed_experts=np.arange(first_row + len(ids) - 1).reshape(-1, 1, 1),
         sampling_mask=SimpleNamespace(token_ids=[[token] for token in ids]),
         weight_versions=[SimpleNamespace(version=str(version), start=0, end=len(ids))],

@@ -118,7 +118,7 @@ async def trainers(
         TimeoutSection(),
         trainer=first,  # type: ignore[arg-type]
         generators=SimpleNamespace(  # type: ignore[arg-type]
-            pool=SimpleNamespace(follow=lambda act: None), reconnect_weights=nothing
+            pool=SimpleNamespace(add_listener=lambda act: None), reconnect_weights=nothing
         ),
         first_version=first_version,
         tell=world.told.append,

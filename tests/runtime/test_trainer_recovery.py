@@ -121,7 +121,7 @@ async def start_looking_after(
     processes.owned.update(OWN_ACTORS)
     trainer = await start_trainer(processes, setup, timeouts)
     generators = SimpleNamespace(
-        actors=None, reconnect_weights=reconnect, pool=SimpleNamespace(follow=lambda act: None)
+        actors=None, reconnect_weights=reconnect, pool=SimpleNamespace(add_listener=lambda act: None)
     )
     await trainer.connect(generators)  # type: ignore[arg-type]
     layout = await trainer.lay_out_weights(Dtype.FLOAT32)

@@ -21,6 +21,7 @@ from forgeasync.weights import NamedWeight, WeightLayout, lay_out, plan_copies
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.core import EngineCore
 
     from forgeasync.generator import GeneratorEngine, SwapReport
@@ -119,6 +120,16 @@ async def let_decode(engine: "GeneratorEngine", num_tokens: int) -> None:
         # Requests are added by tasks that need some turns of the event loop.
         await asyncio.sleep(0)
     await client.between_steps(resume)
+
+
+def flat_logprobs(token_ids: Sequence[int], logprobs: Sequence[float]) -> "FlatLogprobs":
+    """What an engine hands out of sampled tokens."""
+    from vllm.logprobs import FlatLogprobs, Logprob
+
+    found = FlatLogprobs()
+    for token, logprob in zip(token_ids, logprobs, strict=True):
+        found.append({token: Logprob(logprob)})
+    return found
 
 
 def schedule_asynchronously() -> None:
