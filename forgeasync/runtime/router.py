@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from monarch.actor import ActorError, Channel, Port
@@ -275,13 +275,8 @@ class GeneratorRouter:
     async def _best_effort(self, replica: LiveReplica, call: Callable[[], Awaitable[None]]) -> bool:
         """Make a short call to a generator; return False if it is lost, or is given up for not answering."""
         try:
-            async with call_limit(self._timeouts, "weights_s", "a small call"):
-                await replica.call(call)
+            await self._ask(replica, "a small call", call, limit="weights_s")
         except ProcessLost:
-            return False
-        except DeadlineExceeded:
-            limit = f"timeouts.weights_s = {self._timeouts.weights_s:g} s"
-            replica.lose(f"has not answered a small call for {limit}")
             return False
         return True
 
@@ -333,19 +328,25 @@ class GeneratorRouter:
         """
         return await self._ask(replica, "telling how full its KV cache is", replica.actor.kv_usage.call_one)
 
-    async def _ask(self, replica: LiveReplica, what: str, make: Callable[[], Awaitable[T]]) -> T:
-        """Call one generator; ``what`` names the call in messages.
+    async def _ask(
+        self,
+        replica: LiveReplica,
+        what: str,
+        make: Callable[[], Awaitable[T]],
+        *,
+        limit: Literal["generate_s", "weights_s"] = "generate_s",
+    ) -> T:
+        """Call one generator; ``what`` names the call in messages, and ``limit`` its key of ``timeouts``.
 
         Raises:
-            ProcessLost: the generator is lost, or is given up after ``timeouts.generate_s``.
+            ProcessLost: the generator is lost, or is given up because it has not answered in time.
         """
         try:
-            async with call_limit(self._timeouts, "generate_s", f"generator {replica.rank} {what}"):
+            async with call_limit(self._timeouts, limit, f"generator {replica.rank} {what}"):
                 return await replica.call(make)
         except DeadlineExceeded as late:
-            replica.lose(
-                f"has not finished {what} within timeouts.generate_s = {self._timeouts.generate_s:g} s"
-            )
+            limit_s: float = getattr(self._timeouts, limit)
+            replica.lose(f"has not finished {what} within timeouts.{limit} = {limit_s:g} s")
             raise replica.lost_error() from late
 
     @asynccontextmanager

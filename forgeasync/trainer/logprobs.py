@@ -62,6 +62,14 @@ class VocabularySlice:
         """Return which ids are in this slice (bool)."""
         return (ids >= self.start) & (ids < self.end)
 
+    def gather(self, values_Tv: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+        """Return the values [T, K] of ids (int64) of the whole vocabulary; differentiable in the values."""
+        if self.group is None:
+            return values_Tv.gather(1, ids_TK)
+        is_mine_TK = self.has(ids_TK)
+        local_TK = (ids_TK - self.start).where(is_mine_TK, 0)
+        return self.sum(values_Tv.gather(1, local_TK).where(is_mine_TK, 0.0))
+
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum over all slices, the same on every rank; each rank gets its gradient unchanged."""
         return partial if self.group is None else SumRanks.apply(partial, self.group)
@@ -354,16 +362,12 @@ def _uncut_logprobs(
     token_ids_U: torch.Tensor, vocabulary: VocabularySlice, scaled_Uv: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probabilities [U], and the log-sum-exp of each token's scaled logits [U]."""
+    sampled_U = vocabulary.gather(scaled_Uv, token_ids_U[:, None]).squeeze(-1)
     if vocabulary.group is None:
-        sampled_U = scaled_Uv.gather(-1, token_ids_U[:, None]).squeeze(-1)
         log_sums_U = scaled_Uv.logsumexp(dim=-1)
         return sampled_U - log_sums_U, log_sums_U
     largest_U = vocabulary.max(scaled_Uv.amax(dim=-1))
     sums_U = vocabulary.sum((scaled_Uv - largest_U[:, None]).exp().sum(dim=-1))
-    is_mine_U = vocabulary.has(token_ids_U)
-    local_U = (token_ids_U - vocabulary.start).where(is_mine_U, 0)
-    own_U = scaled_Uv.gather(-1, local_U[:, None]).squeeze(-1)
-    sampled_U = vocabulary.sum(own_U.where(is_mine_U, 0.0))
     log_sums_U = sums_U.log()
     return sampled_U - largest_U - log_sums_U, largest_U + log_sums_U.detach()
 
@@ -384,13 +388,11 @@ def _full_logprobs(
     """
     logits_Tv = weight.logits(hidden_TD)
     logits_Tv = logits_Tv.to(sum_dtype(logits_Tv.dtype))
+    known_TK = vocabulary.gather(logits_Tv, ids_TK)
     if vocabulary.group is None:
-        return logits_Tv.gather(1, ids_TK) - logits_Tv.logsumexp(-1, keepdim=True)
+        return known_TK - logits_Tv.logsumexp(-1, keepdim=True)
     largest_T1 = vocabulary.max(logits_Tv.amax(-1, keepdim=True))
     sums_T1 = vocabulary.sum((logits_Tv - largest_T1).exp().sum(-1, keepdim=True))
-    is_mine_TK = vocabulary.has(ids_TK)
-    local_TK = (ids_TK - vocabulary.start).where(is_mine_TK, 0)
-    known_TK = vocabulary.sum(logits_Tv.gather(1, local_TK).where(is_mine_TK, 0.0))
     return known_TK - largest_T1 - sums_T1.log()
 
 

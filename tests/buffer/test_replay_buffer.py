@@ -118,18 +118,23 @@ def test_order_of_completion_takes_what_came_first() -> None:
     assert taken(by_deadline) == [1]
 
 
-def test_stale_group_is_dropped_counted_and_its_prompt_comes_first() -> None:
-    world = make_dropping_world(1, 1)
-    assert started(world) == [0, 1]
-    world.decode(0)
+def leave_behind(world: BufferWorld) -> None:
+    """Train two steps without group 0, whose tokens of version 0 are then too old to train on."""
     complete(world, 1)
     assert taken(world) == [1]
     world.serve(1)
     assert started(world) == [2]
     complete(world, 2)
     assert taken(world) == [2]
-    assert world.cancellable == {0}, "step 2 cannot train on version 0 any more"
+    assert world.cancellable == {0}
     world.serve(2)
+
+
+def test_stale_group_is_dropped_counted_and_its_prompt_comes_first() -> None:
+    world = make_dropping_world(1, 1)
+    assert started(world) == [0, 1]
+    world.decode(0)
+    leave_behind(world)
     late = world.sampling[0].task
     complete(world, 0)
     assert world.buffer.num_dropped[DropReason.STALE] == 1
@@ -207,14 +212,7 @@ def test_expired_group_that_turns_out_younger_can_train_whatever_the_window() ->
     world = make_dropping_world(1, 1, accounting=windowed(2), age_of=AgeOf.NEWEST_TOKEN)
     assert started(world) == [0, 1]
     world.end_one(0)
-    complete(world, 1)
-    assert taken(world) == [1]
-    world.serve(1)
-    assert started(world) == [2]
-    complete(world, 2)
-    assert taken(world) == [2]
-    assert world.cancellable == {0}, "one of its rollouts ended under version 0"
-    world.serve(2)
+    leave_behind(world)
     assert started(world) == [3]
     sampling = world.sampling[0]
     sampling.ended.clear()

@@ -344,7 +344,7 @@ async def start_llm(vllm_config: VllmConfig, *, salt_with_version: bool, observe
         )
 
     def build() -> AsyncLLM:
-        SamplingMaskLists.to_nested_list = _rows_of_mask  # type: ignore[method-assign,assignment]  # see there
+        SamplingMaskLists.to_nested_list = _rows_of_mask  # type: ignore[method-assign,assignment]  # vLLM declares lists
         with _building:
             original = EngineCoreClient.make_async_mp_client
             # Replaces vLLM's method during one call.
