@@ -179,7 +179,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=RESULTS / "simulation_validation")
     arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
     console, rounds = Console(width=110), list[dict[str, Case]]()
     for number in range(arguments.rounds):
         rounds.append(run_round(arguments, number, console))
