@@ -41,6 +41,14 @@ from forgeasync.trainer.workarounds.low_precision_sums import (
 from forgeasync.trainer.workarounds.rms_norm import use_cpu_norms
 
 
+MAX_GRAPHS = 64
+"""Maximum number of graphs that torch.compile makes of a layer's code, which is an error beyond (8 by default).
+
+All layers share their code. It is compiled for dense and MoE layers, with and without gradients, notes on
+routing and records, and for a first and then for any number and length of sequences.
+"""
+
+
 class LogprobHead(Linear):
     """Output layer that returns log-probabilities instead of logits.
 
@@ -201,6 +209,12 @@ def build_parallel_model(
         ac_config=_CHECKPOINTING[checkpointing].Config() if checkpointing in _CHECKPOINTING else None,
         dump_folder="",
     )
+    if section.compile:
+        torch._dynamo.config.recompile_limit = MAX_GRAPHS
+        if section.parallel.tensor > 1:
+            # The embedding returns the result of a collective that may still run. torch 2.13 compiles the first
+            # layer for it, and would run that graph for other layers, whose inputs are plain tensors.
+            model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
     unpin_offloaded(model)
     model.to_empty(device="cpu" if section.cpu_offload else DEVICE_TYPE)
     torch.manual_seed(seed)

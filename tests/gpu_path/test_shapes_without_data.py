@@ -1,7 +1,8 @@
 """The trainer's own model at real sizes, forward and backward on rank 0 of real layouts, without data.
 
-Seen are shapes, dtypes and alignment (torch's meta kernels refuse what the real ones would), sharding, and
-memory against the plan. Values are not, nor are other ranks. Two layers stand for all: layers are alike.
+Seen are shapes, dtypes and alignment (torch's meta kernels refuse what the real ones would), sharding, memory
+against the plan, and the order of collectives on several ranks. Values are not. Two layers stand for all:
+layers are alike.
 """
 
 from collections.abc import Iterable
@@ -177,3 +178,41 @@ def test_memory_is_what_is_planned(name: str, library: Path) -> None:
     gradients = trainer_parameters_per_rank(config, count_parameters(facts)) * FLOAT32_BYTES
     assert 0.75 * kept < outcome.seen.kept_bytes < 1.1 * kept
     assert 0.75 * peak < outcome.seen.peak_bytes < 1.1 * (peak + gradients)
+
+
+RANKS = {
+    "30b": range(16),
+    "235b": (0, 1, 2, 3, 4, 5, 8, 12, 28, 32, 63),
+    "30b-32768-tp2-cp2": (0, 1, 2, 3, 4, 7, 15),
+}
+"""Ranks of which the collectives are compared, where their process groups meet."""
+
+NUM_TOKENS = (None, 1024, 0)
+"""Rows of the data ranks, in turn: a full one, one of a short sequence, one of padding."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks_of_a_group_make_the_same_collectives(name: str, library: Path) -> None:
+    """Another operator, size or order on one rank of a group would let NCCL wait for ever."""
+    case = CASES[name]
+    parallel = load_config(CONFIGS / f"{case.config}.yaml", list(case.overrides)).trainer.parallel
+    ranks_per_row = parallel.tensor * parallel.context
+    cases = {
+        str(rank): replace(case, rank=rank, num_tokens=NUM_TOKENS[rank // ranks_per_row % len(NUM_TOKENS)])
+        for rank in RANKS[name]
+    }
+    by_group: dict[tuple[int, ...], dict[int, list[object]]] = {}
+    for rank, seen in look_at(cases, library).items():
+        for operator, group, sizes in seen.collectives:
+            by_group.setdefault(tuple(group), {}).setdefault(int(rank), []).append([operator, sizes])
+    num_compared = 0
+    for group, by_rank in by_group.items():
+        present = [rank for rank in RANKS[name] if rank in group]
+        assert by_rank.keys() == set(present), f"group {group}: only some ranks take part"
+        first, *others = by_rank.values()
+        for other in others:
+            assert other == first, f"group {group}"
+        num_compared += len(others) * len(first)
+    assert num_compared > 100

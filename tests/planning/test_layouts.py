@@ -87,7 +87,7 @@ def test_checkpointing_comes_before_context_parallelism_and_shorter_rows() -> No
         ("0.6b", 24, None),
         ("0.6b", 20, "generator.kv_cache_gib="),
         ("0.6b", 16, "trainer.cpu_offload=true"),
-        ("1.7b", 16, "generator.kv_cache_gib="),
+        ("1.7b", 16, "trainer.activation_checkpointing=full generator.kv_cache_gib="),
         ("0.6b", 8, "none found"),
     ],
 )

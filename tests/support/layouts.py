@@ -113,6 +113,8 @@ def attention_of(device_type: str) -> Iterator[None]:
 
 
 def _take_step(inputs: Inputs, case: Case) -> Outcome:
+    # Graphs of another layout may be taken for this one's: a process of a run has only one layout.
+    torch._dynamo.reset()
     folder = inputs.folders[case.model]
     trainer = PolicyTrainer(make_setup(folder, case.section(), temperature=0.9))
     rows = uneven_rows(inputs.sequences[case.sequences], trainer, case.tokens_per_row)

@@ -1,8 +1,8 @@
 """A row through the trainer's model and back at real sizes on "cuda", without data and without a GPU.
 
 Tensors are fake (shapes, dtypes and strides only), collectives do nothing (torch's "fake" process group), and
-this process is rank 0 of as many as the layout has. Told are where sequences begin, and how many tokens each
-expert gets. Reading any other value from the device raises.
+this process is one rank of as many as the layout has. Where sequences begin and how many tokens each expert
+gets is given. Reading any other value from the device raises.
 
 ``look_at`` runs this module in a process of its own, in which torch has a pretended device
 (pretended_cuda.cpp).
@@ -10,6 +10,7 @@ expert gets. Reading any other value from the device raises.
 
 import contextlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -37,11 +38,14 @@ class Case:
     num_layers: int = 2
     facts: Mapping[str, int | float | bool | str] | None = None
     """The model's shape; None: the one of ``model.path``."""
+    rank: int = 0
+    num_tokens: int | None = None
+    """Tokens of the row's only sequence; 0: a row of padding; None: a full row."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What rank 0 did."""
+    """What the rank did."""
 
     attention: list[Any] = field(default_factory=list)
     """Dtypes, shapes of queries and keys, number of sequences, longest of queries and keys; of each call."""
@@ -53,6 +57,8 @@ class Seen:
     """Dtypes of parameters' gradients; None where there is none."""
     devices: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
+    collectives: list[Any] = field(default_factory=list)
+    """Operator, ranks of the group, and sizes of tensors; without sizes where ranks exchange unequal ones."""
     kept_bytes: int = 0
     """Between forward and backward pass, besides parameters."""
     peak_bytes: int = 0
@@ -70,7 +76,7 @@ def build_device(folder: Path) -> Path:
 
 @starts(Starts.PROCESSES)
 def look_at(cases: Mapping[str, Case], library: Path) -> dict[str, Seen]:
-    """What rank 0 of each case did."""
+    """What the rank of each case did."""
     environment = os.environ | {
         "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": str(Path(torch.__file__).parent / "lib"),
@@ -106,8 +112,10 @@ def _main(out: Path) -> None:
         # The trainer then takes this machine for one with a GPU.
         import forgeasync.trainer.policy_trainer as _  # noqa: F401
     cases = {name: Case(**case) for name, case in json.load(sys.stdin).items()}
-    found = {name: asdict(_look(case)) for name, case in cases.items()}
-    out.write_text(json.dumps(found))
+    # In a fork each: torch keeps meshes and plans of DTensors by layout, also when their groups are gone.
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        found = dict(zip(cases, pool.map(_look, cases.values(), chunksize=1), strict=True))
+    out.write_text(json.dumps({name: asdict(seen) for name, seen in found.items()}))
 
 
 @contextlib.contextmanager
@@ -172,17 +180,47 @@ def _patched(fake: Any, num_routed: int) -> Iterator[None]:
         yield
 
 
+def _row(case: Case, config: Any, facts: Any) -> Any:
+    from forgeasync.trainer import pack_row
+    from tests.support.measured_memory import full_row
+
+    if case.num_tokens is None:
+        return full_row(config, facts)
+    if case.num_tokens == 0:
+        return pack_row([])
+    changes = {
+        "model": {"max_context_length": case.num_tokens},
+        "sampling": {"max_response_tokens": case.num_tokens // 2},
+        "trainer": {"tokens_per_row": case.num_tokens},
+    }
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+    return full_row(config.model_copy(update=sections), facts)
+
+
+def _group_of(arguments: Sequence[Any]) -> list[int]:
+    """Ranks of the process group among the arguments of a collective; none: it is not a collective."""
+    import torch.distributed as dist
+
+    for argument in arguments:
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))
+    if arguments and isinstance(arguments[-1], str):
+        group = dist.distributed_c10d._resolve_process_group(arguments[-1])
+        return dist.get_process_group_ranks(group)
+    return []
+
+
 def _look(case: Case) -> Seen:
     import torch.distributed as dist
     from torch._subclasses import FakeTensor, FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
 
     from forgeasync.config import ModelFacts, load_config
     from forgeasync.models import read_model_facts
     from forgeasync.trainer import RowForward, build_parallel_dims, build_parallel_model
     from tests.support.live_tensors import LiveTensors
-    from tests.support.measured_memory import full_row
     from tests.support.trainers import local
 
     config = load_config(REPOSITORY / "configs" / f"{case.config}.yaml", list(case.overrides))
@@ -190,7 +228,7 @@ def _look(case: Case) -> Seen:
     num_dense = case.num_layers if facts.num_experts == 0 else facts.num_dense_layers
     facts = replace(facts, num_layers=case.num_layers, num_dense_layers=num_dense)
     section, parallel = config.trainer, config.trainer.parallel
-    row = full_row(config, facts)
+    row = _row(case, config, facts)
     num_tokens = len(row.token_ids_L) // parallel.context
     if parallel.tensor > 1 and parallel.sequence:
         num_tokens //= parallel.tensor
@@ -214,13 +252,17 @@ def _look(case: Case) -> Seen:
                 seen.attention.append([str(q.dtype), list(q.shape), list(k.shape), offsets, arguments[5:7]])
             elif function is torch.ops.aten._grouped_mm.default:
                 seen.products.append([[str(x.dtype), list(x.shape)] for x in tensors[:2]])
+            elif function.namespace in ("c10d", "_c10d_functional") and (group := _group_of(arguments)):
+                name = function.__name__.partition(".")[0]
+                sizes = [x.numel() for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+                seen.collectives.append([name, group, [] if "alltoall" in name.replace("_", "") else sizes])
             result = function(*arguments, **(keywords or {}))
             if function is torch.ops.aten.mm.default and result.shape[1] == width:
                 seen.logits.append(list(result.shape))
             return result
 
     torch.autograd.set_multithreading_enabled(False)
-    dist.init_process_group("fake", rank=0, world_size=parallel.num_procs, store=FakeStore())
+    dist.init_process_group("fake", rank=case.rank, world_size=parallel.num_procs, store=FakeStore())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _patched(fake, num_tokens * facts.top_k):
         dims = build_parallel_dims(section, world_size=parallel.num_procs)

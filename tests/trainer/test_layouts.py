@@ -69,6 +69,12 @@ MOE_LAYOUTS = {
     "cp2-ep2-selective-ac-varlen": layout(
         replace(GPU_MOE, checkpointing=SELECTIVE), num_procs=2, context=2, expert=2
     ),
+    "fsdp2-ep2-full-ac-compiled": layout(
+        replace(MOE, checkpointing=FULL, compile=True), num_procs=2, expert=2
+    ),
+    "fsdp2-tp2-sp-ep2-full-ac-compiled": layout(
+        replace(MOE, checkpointing=FULL, compile=True), num_procs=4, tensor=2, expert=2
+    ),
     "cp2-compiled-varlen": layout(replace(GPU_MOE, compile=True), num_procs=2, context=2),
     "cp2-ep2-full-ac": layout(replace(MOE, checkpointing=FULL), num_procs=2, context=2, expert=2),
     "fsdp4": layout(num_procs=4),
@@ -95,6 +101,10 @@ MOE_LAYOUTS = {
 DENSE_LAYOUTS = {
     "dense-fsdp2": layout(DENSE, num_procs=2),
     "dense-tp2-sp": layout(DENSE, num_procs=2, tensor=2),
+    "dense-fsdp2-full-ac-compiled": layout(replace(DENSE, checkpointing=FULL, compile=True), num_procs=2),
+    "dense-tp2-sp-full-ac-compiled": layout(
+        replace(DENSE, checkpointing=FULL, compile=True), num_procs=2, tensor=2
+    ),
     "dense-tp2": layout(DENSE, num_procs=2, tensor=2, sequence=False),
     "dense-cp2": layout(DENSE, num_procs=2, context=2),
     "dense-cp2-varlen": layout(GPU_DENSE, num_procs=2, context=2),
