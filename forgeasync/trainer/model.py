@@ -31,6 +31,7 @@ from forgeasync.trainer.logprobs import Predictions, Targets, chunked_prediction
 from forgeasync.trainer.lora import initialize_adapters, store_base_in, with_adapters
 from forgeasync.trainer.replay_router import ReplayRouter
 from forgeasync.trainer.workarounds.attention import ContextAttention, PackedAttention, WholeRowAttention
+from forgeasync.trainer.workarounds.compiled_layers import prepare_compiled_layers
 from forgeasync.trainer.workarounds.experts import TrainingDtypeExperts
 from forgeasync.trainer.workarounds.low_precision_sums import (
     CpuEmbedding,
@@ -39,14 +40,6 @@ from forgeasync.trainer.workarounds.low_precision_sums import (
     as_config,
 )
 from forgeasync.trainer.workarounds.rms_norm import use_cpu_norms
-
-
-MAX_GRAPHS = 64
-"""Maximum number of graphs that torch.compile makes of a layer's code, which is an error beyond (8 by default).
-
-All layers share their code. It is compiled for dense and MoE layers, with and without gradients, notes on
-routing and records, and for a first and then for any number and length of sequences.
-"""
 
 
 class LogprobHead(Linear):
@@ -210,11 +203,7 @@ def build_parallel_model(
         dump_folder="",
     )
     if section.compile:
-        torch._dynamo.config.recompile_limit = MAX_GRAPHS
-        if section.parallel.tensor > 1:
-            # The embedding returns the result of a collective that may still run. torch 2.13 compiles the first
-            # layer for it, and would run that graph for other layers, whose inputs are plain tensors.
-            model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
+        prepare_compiled_layers(model)
     unpin_offloaded(model)
     model.to_empty(device="cpu" if section.cpu_offload else DEVICE_TYPE)
     torch.manual_seed(seed)
