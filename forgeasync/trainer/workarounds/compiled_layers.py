@@ -5,8 +5,8 @@ All layers share their code, and each must be a single graph (``fullgraph``). Tw
 - torch compiles code at most 8 times, and more is an error. Dense and MoE layers, passes with and without
   gradients, notes on routing, and the first and further sizes of rows each need a graph.
 - With tensor parallelism the embedding returns the result of a collective that may still be in flight
-  (``AsyncCollectiveTensor`` in a DTensor). torch compiles the first layer for it, and later runs this graph for
-  other layers, whose inputs are plain tensors.
+  (``AsyncCollectiveTensor`` in a DTensor). torch compiles the first layer for it, and later runs this graph
+  for other layers, whose inputs are plain tensors.
 
 The first part can go when the limit is not an error, the second when guards look into DTensors.
 """
