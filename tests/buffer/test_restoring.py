@@ -51,16 +51,6 @@ def plan(
     return restored, list(found.batches), {reason: num for reason, num in found.left_out.items() if num}
 
 
-def test_lost_steps_are_made_again_and_what_waited_waits_again() -> None:
-    """From step 2: steps 3 and 4 are lost, and prompt 9 was complete."""
-    groups = [candidate(4, 2), candidate(5, 2), candidate(7, 3), candidate(6, 2, 3), candidate(9, 3, 4)]
-    assert plan(groups, lost((4, 5), (6, 7)), snapshot(2, 6, p4=0, p5=0)) == (
-        [(4, 0), (5, 0), (6, 0), (7, 0), (9, 0)],
-        [(4, 5), (6, 7)],
-        {},
-    )
-
-
 def test_from_the_first_step_that_lacks_a_group_on_weights_are_lost() -> None:
     """Step 4 lacks the group of prompt 7: version 4 will be another one."""
     groups = [candidate(4, 2), candidate(5, 2), candidate(6, 3), candidate(8, 3), candidate(9, 4)]

@@ -1,6 +1,6 @@
 """Models, prompts and a witness that many tests of engines share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from forgeasync.config import ModelFacts
 from forgeasync.generator import SequenceReader
+from forgeasync.models import read_model_facts
 from forgeasync.testing import write_tiny_model
+
+Models = Mapping[int, torch.nn.Module]
+"""By version."""
 
 
 @pytest.fixture(scope="session")
@@ -33,8 +38,14 @@ def reader(tokenizer: PreTrainedTokenizerBase) -> SequenceReader:
 
 
 @pytest.fixture(scope="session")
-def models(folders: list[Path]) -> dict[int, torch.nn.Module]:
-    """transformers' models of the folders, by version."""
+def facts(folders: list[Path]) -> ModelFacts:
+    """What all the models have in common."""
+    return read_model_facts(str(folders[0]))
+
+
+@pytest.fixture(scope="session")
+def models(folders: list[Path]) -> Models:
+    """transformers' models of the folders."""
     return {
         version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for version, folder in enumerate(folders)

@@ -1,4 +1,4 @@
-"""Texts that end a response: where it ends, and that nothing else of it changes, with a real engine."""
+"""Where a response ends: by a text, by an engine's word, across swaps and deaths; all else of it stays."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,13 +11,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vllm.outputs import CompletionOutput
 
 from forgeasync.config import GeneratorSection, SamplingSection
-from forgeasync.generator import EngineEpisode, EngineTurn, SequenceReader
+from forgeasync.generator import EngineEpisode, EngineTurn, SequenceReader, TurnEnd
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import (
+    FINISHES,
+    BegunTurn,
     EpisodeId,
     FinishReason,
+    LoggedTurn,
     Rollout,
     SampledTurn,
+    TokenBatch,
     VersionSpan,
     check_rollout,
 )
@@ -169,3 +173,60 @@ def test_a_text_that_two_parts_share_ends_the_response_too(
         whole, stop_text = grown(reader, parts, stop=stop)
         assert whole.text == "12=3;45=9#6" and whole.finish_reason is FinishReason.LENGTH
         assert stop_text is None
+
+
+def logged(ids: list[int], *, finish: FinishReason | None) -> LoggedTurn:
+    num = len(ids)
+    begun = BegunTurn(
+        key=0,
+        episode=EpisodeId(group_id=0, index=0),
+        number=0,
+        after=None,
+        num_tokens_before=0,
+        given_ids=PROMPT,
+    )
+    return LoggedTurn(
+        begun=begun,
+        batch=TokenBatch(
+            keys_N=np.zeros(num, np.int64),
+            ids_N=np.asarray(ids, np.int32),
+            logprobs_N=-np.asarray(ids, np.float32),
+            versions_N=np.full(num, 4, np.int32),
+            parts_N=np.zeros(num, np.int32),
+            finishes_N=np.asarray([0] * (num - 1) + [FINISHES.index(finish)], np.uint8),
+            num_rows_N=np.asarray([len(PROMPT), *[1] * (num - 1)], np.int32),
+            rows_RMK=np.zeros((len(PROMPT) + num - 1, 1, 1), np.uint8),
+            num_kept_N=np.zeros(num, np.int32),
+            kept_ids_J=np.zeros(0, np.int32),
+        ),
+        ended=None,
+    )
+
+
+def test_texts_that_end_a_turn_are_found_across_a_death(
+    reader: SequenceReader, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Its engine may have sampled further tokens, and died before anybody had looked for the text."""
+    ids = tokenizer("12=3;45=9#6", add_special_tokens=False)["input_ids"]
+    met = TurnEnd(finish_reason=FinishReason.STOP, has_end_token=False, stop_text="45")
+    for num_before in range(1, len(ids)):
+        trajectory = reader.new_trajectory()
+        trajectory.give(PROMPT)
+        end = reader.resume(trajectory, logged(ids[:num_before], finish=None), stop=("45",))
+        assert end == (met if num_before >= 7 else None)
+        if end is None:
+            rest = make_part(
+                ids[num_before:], first_row=len(PROMPT) + num_before, version=5, finish_reason="length"
+            )
+            assert reader.grow(trajectory, rest, stop=("45",)) == met
+        assert trajectory.sampled_ids.tolist() == ids[:7]
+
+
+@pytest.mark.parametrize("finish", FinishReason)
+def test_a_turn_that_had_ended_with_its_last_token_has_ended(
+    reader: SequenceReader, finish: FinishReason
+) -> None:
+    trajectory = reader.new_trajectory()
+    trajectory.give(PROMPT)
+    end = reader.resume(trajectory, logged([5, 6], finish=finish), stop=())
+    assert end == TurnEnd(finish_reason=finish, has_end_token=finish is FinishReason.STOP)

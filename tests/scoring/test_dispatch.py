@@ -96,8 +96,8 @@ class Scoring(RuleBasedStateMachine):
     @rule(data=st.data())
     def answer_late(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from(self.stale))
-        self.num_discarded += 1
-        assert self.dispatcher.scored(one) is Fate.DISCARDED
+        self.num_discarded += 2
+        assert self.dispatcher.scored(one) is self.dispatcher.failed(one, self.now_s) is Fate.DISCARDED
 
     @rule(rank=st.integers(0, NUM_REPLICAS - 1))
     def lose_or_replace(self, rank: int) -> None:
@@ -164,21 +164,6 @@ def test_an_item_goes_to_the_replica_with_the_least_to_do() -> None:
     assert sorted(one.replica for one in assigned(dispatcher)) == [0, 0, 0, 1, 1, 2, 2]
 
 
-def test_a_lost_replica_gives_its_items_to_the_others_and_its_late_answers_do_not_count() -> None:
-    dispatcher = make(2)
-    submitted(dispatcher, 4)
-    before = assigned(dispatcher)
-    assert dispatcher.replica_down(0, 0.0) == ()
-    again = assigned(dispatcher)
-    lost = [one for one in before if one.replica == 0]
-    assert [one.item for one in again] == [one.item for one in lost]
-    assert {one.replica for one in again} == {1}
-    assert dispatcher.scored(again[0]) is Fate.SCORED
-    assert [dispatcher.scored(one) for one in lost] == [Fate.DISCARDED, Fate.DISCARDED]
-    assert dispatcher.failed(lost[1], 0.0) is Fate.DISCARDED
-    assert dispatcher.scored(again[1]) is Fate.SCORED
-
-
 def test_waits_before_further_attempts_double() -> None:
     dispatcher = make(max_attempts=4)
     submitted(dispatcher, 1)
@@ -202,21 +187,3 @@ def test_what_is_not_available_costs_no_attempt_until_it_has_stayed_away_for_too
         assert dispatcher.deferred(one, now_s, 1.0) is Fate.AGAIN
     (one,) = assigned(dispatcher, 60.0)
     assert dispatcher.deferred(one, 60.0, 1.0) is Fate.GIVEN_UP
-
-
-def test_one_that_ends_replicas_is_found_out_and_others_are_not_given_up() -> None:
-    """Item 5 of 16 ends every replica that has it; all of the others are scored."""
-    dispatcher = make(2, max_in_flight=16, max_lost=6)
-    items = submitted(dispatcher, 16)
-    fates: dict[int, Fate] = {}
-    for _ in range(100):
-        current = assigned(dispatcher)
-        killer = next((one for one in current if one.item == 5), None)
-        if killer is not None:
-            fates |= dict.fromkeys(dispatcher.replica_down(killer.replica, 0.0), Fate.GIVEN_UP)
-            dispatcher.replica_up(killer.replica)
-        for one in current:
-            if killer is None or one.replica != killer.replica:
-                fates[one.item] = dispatcher.scored(one)
-    assert fates.pop(5) is Fate.GIVEN_UP
-    assert fates == dict.fromkeys(set(items) - {5}, Fate.SCORED)
