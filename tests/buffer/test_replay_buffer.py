@@ -143,28 +143,6 @@ def test_window_holds_back_what_overtakes_by_too_much() -> None:
     assert taken(world) == [3]
 
 
-def test_two_stragglers_are_not_left_to_share_one_last_step() -> None:
-    # Groups 0 and 1 started at version 0 and may be trained on at step 2 at the latest, one per step: step 1
-    # must not go to group 3, though it is complete.
-    world = make_world(1, 2)
-    started(world)
-    complete(world, 2)
-    assert taken(world) == [2]
-    world.serve(1)
-    # What runs has not begun to decode: it counts from version 1 now, and nothing has to be waited for.
-    for group_id in (0, 1):
-        world.decode(group_id)
-    assert started(world) == [3]
-    complete(world, 3)
-    world.take()
-    world.serve(2)
-    assert started(world) == [4]
-    complete(world, 4)
-    assert taken(world) is None, "groups 0 and 1 have steps 2 and 3 left"
-    complete(world, 1)
-    assert taken(world) == [1]
-
-
 def test_expired_group_at_the_head_of_the_window_holds_nothing_back() -> None:
     world = make_dropping_world(2, 1, accounting=windowed(3))
     assert started(world) == [0, 1, 2, 3]
@@ -282,9 +260,7 @@ def test_what_filters_drop_is_not_missed() -> None:
 
 
 @pytest.mark.parametrize(("most", "expected"), [(1, [1, 1]), (3, [3, 3]), (99, [4, 2])])
-async def test_groups_start_together_as_far_as_prompts_and_bounds_allow(
-    most: int, expected: list[int]
-) -> None:
+async def test_groups_start_together_as_far_as_bounds_allow(most: int, expected: list[int]) -> None:
     world = make_world(4, 1, max_groups=6)
     buffer = AsyncReplayBuffer(world.buffer)
     found: list[int] = []

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,11 @@ from forgeasync.config import ModelFacts
 from forgeasync.generator import SequenceReader
 from forgeasync.models import read_model_facts
 from forgeasync.testing import write_tiny_model
+
+
+class Seen(SimpleNamespace):
+    """What scenarios in a process of their own have shown."""
+
 
 Models = Mapping[int, torch.nn.Module]
 """By version."""

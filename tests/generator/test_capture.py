@@ -1,7 +1,6 @@
 """What the engine records, against transformers: routed experts and kept tokens of real vLLM rollouts."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 from forgeasync.config import GeneratorSection, ModelFacts, SamplingSection
 from forgeasync.rollouts import KeptTokens, RecordError, check_kept_tokens, check_rollout
-from tests.generator.conftest import Models, collected, make_prompts
+from tests.generator.conftest import Models, Seen, collected, make_prompts
 from tests.support.engines import (
     RECORDS,
     assert_logprobs,
@@ -29,7 +28,7 @@ SAMPLINGS = {
 LENGTHS = (3, 9, 33, 60, 71, 112, 116, 120, 122, 126)
 
 
-async def _sample(folder: Path, vocab_size: int, compile: bool) -> SimpleNamespace:
+async def _sample(folder: Path, vocab_size: int, compile: bool) -> Seen:
     """Rollouts by sampling, under chunked prefill, prefix hits and preemption."""
     # Room for 7 cache blocks, and prefill in chunks of 24 tokens.
     generator = GeneratorSection(
@@ -45,7 +44,7 @@ async def _sample(folder: Path, vocab_size: int, compile: bool) -> SimpleNamespa
         for name, sampling in SAMPLINGS.items()
     }
     engine.shutdown()
-    return SimpleNamespace(
+    return Seen(
         rollouts=rollouts,
         num_preemptions=len(preemptions),
         num_prefix_hits=sum(answer[1] > 0 for answer in looked_up),
@@ -53,14 +52,12 @@ async def _sample(folder: Path, vocab_size: int, compile: bool) -> SimpleNamespa
 
 
 @pytest.fixture(scope="module")
-def sampled(folders: list[Path], facts: ModelFacts) -> SimpleNamespace:
+def sampled(folders: list[Path], facts: ModelFacts) -> Seen:
     return run_alone(_sample, folders[0], facts.vocab_size, False)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_records_are_those_of_the_forward_pass(
-    sampled: SimpleNamespace, models: Models, facts: ModelFacts, name: str
-) -> None:
+def test_records_are_the_forward_passes(sampled: Seen, models: Models, facts: ModelFacts, name: str) -> None:
     assert sampled.num_preemptions > 3 and sampled.num_prefix_hits > 3, "the crowd was no crowd"
     for rollout in sampled.rollouts[name]:
         check_rollout(rollout, RECORDS, facts)

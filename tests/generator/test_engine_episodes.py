@@ -5,7 +5,6 @@ One process runs all scenarios; the tests look at what came out.
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from forgeasync.config import GeneratorSection, Interruption, ModelFacts, SamplingSection, WeightsSection
 from forgeasync.rollouts import EpisodeId, FinishReason, Rollout, SampledTurn, check_rollout
-from tests.generator.conftest import Models
+from tests.generator.conftest import Models, Seen
 from tests.support.engines import (
     RECORDS,
     kept_by_definition,
@@ -116,8 +115,8 @@ class Scenarios:
         return [one.num_response_tokens for one in tree], [type(one).__name__ for one in errors], num_left
 
 
-async def _observe(folders: list[Path]) -> SimpleNamespace:
-    seen = SimpleNamespace()
+async def _observe(folders: list[Path]) -> Seen:
+    seen = Seen()
     weights = [load_file(folder / "model.safetensors") for folder in folders]
     given = [GIVEN] * len(PROMPTS)
 
@@ -166,7 +165,7 @@ async def _observe(folders: list[Path]) -> SimpleNamespace:
 
 
 @pytest.fixture(scope="module")
-def observed(folders: list[Path]) -> SimpleNamespace:
+def observed(folders: list[Path]) -> Seen:
     return run_alone(_observe, folders)
 
 
@@ -211,7 +210,7 @@ def assert_recomputed(rollout: Rollout, models: Models) -> None:
 
 
 def test_two_turns_are_one_trajectory(
-    observed: SimpleNamespace, models: Models, facts: ModelFacts, tokenizer: PreTrainedTokenizerBase
+    observed: Seen, models: Models, facts: ModelFacts, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     for rollout, prompt, last in zip(observed.plain, PROMPTS, observed.last_turns, strict=True):
         assert rollout.prompt_ids_P.tolist() == prompt.tolist()
@@ -229,9 +228,7 @@ def test_two_turns_are_one_trajectory(
         assert_recomputed(rollout, models)
 
 
-def test_branches_share_the_turns_before_them(
-    observed: SimpleNamespace, models: Models, facts: ModelFacts
-) -> None:
+def test_branches_share_the_turns_before_them(observed: Seen, models: Models, facts: ModelFacts) -> None:
     first, second, root = observed.branched
     num_first = len(PROMPTS[1]) + int(np.flatnonzero(~first.is_sampled_T)[0])
     assert first.prompt_ids_P.tolist() == PROMPTS[1].tolist()
@@ -247,9 +244,7 @@ def test_branches_share_the_turns_before_them(
         assert_recomputed(rollout, models)
 
 
-def test_weights_that_come_between_turns_change_the_next_turn_only(
-    observed: SimpleNamespace, models: Models
-) -> None:
+def test_weights_that_come_between_turns_change_the_next_turn_only(observed: Seen, models: Models) -> None:
     same = {0: models[0], 1: models[1], 2: models[1]}
     for rollout in observed.between:
         versions = sampled_positions(rollout)
@@ -260,16 +255,14 @@ def test_weights_that_come_between_turns_change_the_next_turn_only(
     assert any(rollout.version_spans[-1].version == 2 for rollout in observed.between)
 
 
-def test_turns_that_are_interrupted_keep_what_was_first_computed(
-    observed: SimpleNamespace, models: Models
-) -> None:
+def test_turns_that_are_interrupted_keep_what_was_first_computed(observed: Seen, models: Models) -> None:
     for rollout in observed.resumed:
         assert_recomputed(rollout, models)
     versions = [[span.version for span in rollout.version_spans] for rollout in observed.resumed]
     assert any({0, 1, 2} == set(of_one) for of_one in versions), versions
 
 
-def test_updates_tell_how_far_groups_of_episodes_are(observed: SimpleNamespace) -> None:
+def test_updates_tell_how_far_groups_of_episodes_are(observed: Seen) -> None:
     """Between turns nothing runs; within the second one, tokens of the first count."""
     between, within = observed.reports
     assert between.progress == ()
@@ -279,7 +272,7 @@ def test_updates_tell_how_far_groups_of_episodes_are(observed: SimpleNamespace) 
     assert progress.num_tokens > first_turns
 
 
-def test_what_is_given_up_ends_and_leaves_nothing(observed: SimpleNamespace) -> None:
+def test_what_is_given_up_ends_and_leaves_nothing(observed: Seen) -> None:
     assert observed.dropped == ("GroupCancelled", 0, [0, 1, 1]), "its group goes on"
     assert observed.early == ([TURN_TOKENS], ["GroupCancelled"] * 2, 0), "taken within a turn"
     assert observed.cancelled == ["GroupCancelled"] * 3

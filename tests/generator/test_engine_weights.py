@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +21,9 @@ from forgeasync.generator import (
     other_orders,
 )
 from forgeasync.models import CheckpointTensors
-from forgeasync.rollouts import Rollout
 from forgeasync.testing import write_tiny_model
-from forgeasync.weights import Box, FetchReport, ReceiveBuffer, WeightLayout, received_images, whole_tensors
+from forgeasync.weights import Box, ReceiveBuffer, WeightLayout, received_images, whole_tensors
+from tests.generator.conftest import Seen
 from tests.support.engines import (
     NO_RECORDS,
     assert_engine_holds,
@@ -40,18 +39,11 @@ from tests.support.weight_service import FolderPublisher
 SAMPLING = SamplingSection(temperature=0.9, max_response_tokens=24)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Updated:
-    report: FetchReport
-    parameters: list[dict[str, torch.Tensor]]
-    rollouts: tuple[Rollout, ...]
-
-
 def _generator(**fields: object) -> GeneratorSection:
     return GeneratorSection(max_num_seqs=8, max_num_batched_tokens=256, kv_cache_gib=0.02, **fields)
 
 
-async def _update(folder: Path, other: Path, out: Path, generator: GeneratorSection) -> Updated:
+async def _update(folder: Path, other: Path, out: Path, generator: GeneratorSection) -> Seen:
     # vLLM pins the workers of a split engine to cores of their own, which few machines here have.
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     engine = await start_engine(folder, generator)
@@ -66,7 +58,7 @@ async def _update(folder: Path, other: Path, out: Path, generator: GeneratorSect
             await receiver.stage()
             await receiver.finish()
         rollouts = await engine.generate(prompt_ids_P=prompt, num_samples=4, sampling=SAMPLING)
-        return Updated(report=report, parameters=await engine.parameters(), rollouts=rollouts)
+        return Seen(report=report, parameters=await engine.parameters(), rollouts=rollouts)
     finally:
         engine.shutdown()
 
@@ -187,9 +179,7 @@ def loaded(checkpoint: CheckpointTensors, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parameters_in_the_checkpoints_order_are_copied_to(
-    checkpoint: CheckpointTensors, dtype: torch.dtype
-) -> None:
+def test_the_checkpoints_order_is_copied_to(checkpoint: CheckpointTensors, dtype: torch.dtype) -> None:
     assert other_orders({"w13": loaded(checkpoint, dtype)}, regions(), checkpoint) == []
 
 
@@ -271,13 +261,13 @@ def merge(folder: Path, adapter: Mapping[str, torch.Tensor], taken: set[str]) ->
 
 def test_every_adapter_is_merged(folder: Path, tmp_path: Path) -> None:
     adapter = random_adapter(folder, LORA)
-    expected = load_file(write_merged(folder, adapter, LORA, tmp_path / "merged") / "model.safetensors")
-    found = merge(folder, adapter, set(expected))
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
+    wanted = load_file(write_merged(folder, adapter, LORA, tmp_path / "merged") / "model.safetensors")
+    found = merge(folder, adapter, set(wanted))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
     base = load_file(folder / "model.safetensors")
-    changed = [name for name, tensor in base.items() if not torch.equal(tensor, expected[name])]
+    changed = [name for name, tensor in base.items() if not torch.equal(tensor, wanted[name])]
     assert len(changed) == len(adapter) / 2 == 2 * (1 + 2), "of two layers: q_proj and two experts' up_proj"
 
 

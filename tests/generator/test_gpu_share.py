@@ -135,9 +135,7 @@ def set_up(**fields: Any) -> None:
 
 
 @pytest.mark.parametrize("share_gpu", [False, True])
-async def test_only_on_a_shared_gpu_engines_wait_for_the_trainer_and_fail_with_it(
-    share_gpu: bool, tmp_path: Path
-) -> None:
+async def test_engines_wait_for_the_trainer_only_on_a_shared_gpu(share_gpu: bool, tmp_path: Path) -> None:
     config, model = tiny(tmp_path)
     config = config.model_copy(update={"launcher": LocalLauncher(share_gpu=share_gpu)})
 
@@ -191,9 +189,7 @@ async def test_engines_are_started_with_their_plan(tmp_path: Path, monkeypatch: 
     assert asked == [least_bytes(generator_plan(config, shape).num_bytes), least_bytes(total_bytes(teacher))]
 
 
-def test_engines_of_process_reward_models_share_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_reward_engines_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_process_reward_model(tmp_path)
     monkeypatch.setattr(process_reward_engine.LLMEngine, "from_engine_args", lambda args: args)
     section = ProcessRewardModel(

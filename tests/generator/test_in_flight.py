@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +29,7 @@ from forgeasync.rollouts import (
     group_turns,
     read_in_flight,
 )
-from tests.generator.conftest import Models
+from tests.generator.conftest import Models, Seen
 from tests.generator.test_engine_episodes import assert_recomputed
 from tests.support.engines import RECORDS, assert_begins_with, let_decode, start_engine, update
 from tests.support.processes import ProcessFailed, run_alone
@@ -145,11 +144,11 @@ def _turn(
     )
 
 
-async def _survive(folders: list[Path], data: dict[int, bytes], log: Path) -> SimpleNamespace:
+async def _survive(folders: list[Path], data: dict[int, bytes], log: Path) -> Seen:
     """The groups of the engine that died go on under its last version and under one more."""
     from forgeasync.generator import EngineEpisodes
 
-    seen = SimpleNamespace()
+    seen = Seen()
     engine = await start_engine(folders[0], GENERATOR, RESUMING, in_flight=log)
     weights = [load_file(folder / "model.safetensors") for folder in folders]
     await update(engine, 1, weights[1])
@@ -193,7 +192,7 @@ def death(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Deat
 
 
 @pytest.fixture(scope="module")
-def survived(folders: list[Path], death: Death, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def survived(folders: list[Path], death: Death, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     log = tmp_path_factory.mktemp("survivor") / "log"
     return run_alone(_survive, folders, dict(death.log.groups), log)
 
@@ -236,16 +235,12 @@ def test_all_is_kept_but_the_step_of_the_death(death: Death) -> None:
     assert any(turn.ended is None and turn.num_tokens for turn in turns.values())
 
 
-def test_continued_groups_have_the_old_tokens_with_all_their_records(
-    death: Death, survived: SimpleNamespace
-) -> None:
+def test_continued_groups_have_the_old_tokens_with_all_their_records(death: Death, survived: Seen) -> None:
     for (group_id, index), turn in turns_of(death.log).items():
         assert_begins_with(survived.continued[group_id][index], turn)
 
 
-def test_a_turn_that_is_asked_for_again_goes_on_from_its_tokens(
-    death: Death, survived: SimpleNamespace
-) -> None:
+def test_a_turn_that_is_asked_for_again_goes_on_from_its_tokens(death: Death, survived: Seen) -> None:
     logged = episodes_of(death.log)
     for episode, asked, rollout in zip(EPISODES, survived.second_turns, survived.episodes, strict=True):
         assert asked.turn == 1, "turns keep their numbers"
@@ -272,7 +267,7 @@ def test_a_turn_that_is_asked_for_again_goes_on_from_its_tokens(
 
 
 def test_every_token_is_what_the_weights_of_its_version_make(
-    survived: SimpleNamespace, models: Models, facts: ModelFacts
+    survived: Seen, models: Models, facts: ModelFacts
 ) -> None:
     eos = models[0].config.eos_token_id
     seen = set()
@@ -289,7 +284,7 @@ def test_every_token_is_what_the_weights_of_its_version_make(
     assert any({0, 1} <= set(versions) for versions in seen) and any(2 in versions for versions in seen)
 
 
-def test_a_log_has_at_the_end_what_the_engine_has_sampled(death: Death, survived: SimpleNamespace) -> None:
+def test_a_log_has_at_the_end_what_the_engine_has_sampled(death: Death, survived: Seen) -> None:
     """Also of what was sampled elsewhere, so that a second death loses nothing either."""
     turns = turns_of(survived.log)
     assert len(turns) == len(PROMPTS) * NUM_SAMPLES

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -86,19 +85,6 @@ def test_who_waits_for_a_core_gets_its_error(monkeypatch: pytest.MonkeyPatch) ->
         asyncio.run(start())
 
 
-@pytest.fixture
-def occupied() -> Iterator[tuple[Callable[[object], None], threading.Event, threading.Event]]:
-    """A command that keeps the engine's thread busy; an event when it runs, and one that ends it."""
-    runs, may_end = threading.Event(), threading.Event()
-
-    def occupy(_: object) -> None:
-        runs.set()
-        assert may_end.wait(DEADLINE_S)
-
-    yield occupy, runs, may_end
-    may_end.set()
-
-
 async def test_who_waits_for_the_steps_in_flight_gets_their_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing(Core):
         def __init__(self, *arguments: object) -> None:
@@ -124,7 +110,7 @@ async def test_who_waits_for_the_steps_in_flight_gets_their_failure(monkeypatch:
     client.shutdown()
 
 
-async def test_records_of_a_request_do_not_keep_those_of_the_whole_step(
+async def test_records_of_a_request_keep_no_others_of_their_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And vLLM makes arrays of kept sets, not a Python int of each id."""
@@ -156,10 +142,13 @@ async def test_records_of_a_request_do_not_keep_those_of_the_whole_step(
 
 
 @pytest.mark.parametrize("is_running", [False, True])
-async def test_a_caller_who_is_cancelled_is_no_end_of_the_engine(
-    occupied: tuple[Callable[[object], None], threading.Event, threading.Event], is_running: bool
-) -> None:
-    occupy, runs, may_end = occupied
+async def test_a_caller_who_is_cancelled_is_no_end_of_the_engine(is_running: bool) -> None:
+    runs, may_end = threading.Event(), threading.Event()
+
+    def occupy(_: object) -> None:
+        runs.set()
+        assert may_end.wait(DEADLINE_S)
+
     client = await start()
     done: list[str] = []
     first = asyncio.create_task(client.between_steps(occupy))

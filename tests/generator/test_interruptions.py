@@ -7,7 +7,6 @@ References are transformers models of the same weights, and weights that make a 
 import asyncio
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from forgeasync.config import (
     WeightsSection,
 )
 from forgeasync.rollouts import FinishReason, Rollout, check_rollout
-from tests.generator.conftest import Models, collected, make_prompts
+from tests.generator.conftest import Models, Seen, collected, make_prompts
 from tests.support.engines import (
     RECORDS,
     ask,
@@ -76,8 +75,8 @@ class FetchFailed(RuntimeError):
     """What the tests' transport raises."""
 
 
-async def _observe(folders: list[Path], vocab_size: int, name: str) -> SimpleNamespace:
-    seen = SimpleNamespace()
+async def _observe(folders: list[Path], vocab_size: int, name: str) -> Seen:
+    seen = Seen()
     prompts = make_prompts(vocab_size, LENGTHS, num_shared=2)
     weights, keeps = VARIANTS[name], name in KEEPS_OLD_CONTEXT
     if "queued" in name:
@@ -97,9 +96,7 @@ async def _observe(folders: list[Path], vocab_size: int, name: str) -> SimpleNam
     return seen
 
 
-async def _cross(
-    seen: SimpleNamespace, engine: object, folders: list[Path], prompts: list[np.ndarray]
-) -> None:
+async def _cross(seen: Seen, engine: object, folders: list[Path], prompts: list[np.ndarray]) -> None:
     """Sequences run when version 1 and then version 2 arrive; late ones are asked for while 1 arrives."""
     installers = [installer(load_file(folder / "model.safetensors")) for folder in folders]
     running = asyncio.create_task(sample_all(engine, prompts, SAMPLING, num_samples=2))
@@ -122,9 +119,7 @@ async def _cross(
     seen.crossing, seen.late = await running, await late
 
 
-async def _fail(
-    seen: SimpleNamespace, engine: object, prompts: list[np.ndarray], *, stands_still: bool
-) -> None:
+async def _fail(seen: Seen, engine: object, prompts: list[np.ndarray], *, stands_still: bool) -> None:
     """Sequences run while a fetch fails, then an install."""
     running = asyncio.create_task(sample_all(engine, prompts, SAMPLING, num_samples=2))
     await let_decode(engine, 3)
@@ -181,21 +176,19 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def seen(name: str, folders: list[Path], facts: ModelFacts) -> SimpleNamespace:
+def seen(name: str, folders: list[Path], facts: ModelFacts) -> Seen:
     """What it did."""
     return run_alone(_observe, folders, facts.vocab_size, name)
 
 
-def test_every_token_is_as_the_weights_of_its_version_make_it(
-    seen: SimpleNamespace, models: Models, name: str
-) -> None:
+def test_every_token_is_as_the_weights_of_its_version_make_it(seen: Seen, models: Models, name: str) -> None:
     for rollout in seen.crossing + seen.late:
         reference = expected(models, rollout, recomputed=name not in KEEPS_OLD_CONTEXT)
         assert_logprobs(rollout, reference, SAMPLING)
         assert_routing(rollout, reference)
 
 
-def test_sequences_cross_updates_where_the_mode_lets_them(seen: SimpleNamespace, name: str) -> None:
+def test_sequences_cross_updates_where_the_mode_lets_them(seen: Seen, name: str) -> None:
     versions = [[span.version for span in rollout.version_spans] for rollout in seen.crossing]
     if name == "drain":
         assert seen.num_running_at_install == 0
@@ -206,7 +199,7 @@ def test_sequences_cross_updates_where_the_mode_lets_them(seen: SimpleNamespace,
         assert [0, 1, 2] in versions, "no sequence crossed both updates"
 
 
-def test_the_report_says_what_became_of_running_sequences(seen: SimpleNamespace, name: str) -> None:
+def test_the_report_says_what_became_of_running_sequences(seen: Seen, name: str) -> None:
     for report in seen.crossing_reports:
         assert (report.num_crossing > 0) == (not name.startswith(("drain", "abort_and_resume")))
         assert (report.num_resumed > 0) == name.startswith("abort_and_resume")
@@ -215,7 +208,7 @@ def test_the_report_says_what_became_of_running_sequences(seen: SimpleNamespace,
     assert (seen.crossing_reports[0].waited_s > 0) == name.startswith(("drain", "blocking"))
 
 
-def test_a_token_reveals_the_version_that_it_is_labelled_with(seen: SimpleNamespace) -> None:
+def test_a_token_reveals_the_version_that_it_is_labelled_with(seen: Seen) -> None:
     assert seen.num_preemptions > 0, "memory was not scarce"
     versions: set[int] = set()
     for rollout in seen.revealed:
@@ -231,7 +224,7 @@ def test_a_token_reveals_the_version_that_it_is_labelled_with(seen: SimpleNamesp
 
 
 def test_responses_are_whole_with_their_records_and_texts(
-    seen: SimpleNamespace, facts: ModelFacts, tokenizer: PreTrainedTokenizerBase
+    seen: Seen, facts: ModelFacts, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     for rollout in (*seen.crossing, *seen.late, *seen.survived, *seen.revealed):
         check_rollout(rollout, RECORDS, facts)
@@ -244,9 +237,7 @@ def test_responses_are_whole_with_their_records_and_texts(
         assert ended == (rollout.finish_reason is FinishReason.STOP)
 
 
-def test_a_failing_update_leaves_the_engine_under_the_old_weights(
-    seen: SimpleNamespace, models: Models, name: str
-) -> None:
+def test_a_failing_update_leaves_the_old_weights(seen: Seen, models: Models, name: str) -> None:
     for rollout in seen.survived:
         assert [span.version for span in rollout.version_spans] == [0]
         assert_logprobs(rollout, expected(models, rollout, recomputed=True), SAMPLING)

@@ -2,7 +2,6 @@
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.generator import GroupCancelled
 from forgeasync.rollouts import Rollout
 from forgeasync.testing import write_tiny_model
-from tests.generator.conftest import Models
+from tests.generator.conftest import Models, Seen
 from tests.support.engines import (
     ROUTING,
     assert_logprobs,
@@ -34,9 +33,9 @@ BLOCK = 128
 """Tokens of a cache block; a prompt that is longer has a prefix to share."""
 
 
-async def _cancel(folder: Path) -> SimpleNamespace:
+async def _cancel(folder: Path) -> Seen:
     """Four groups of two with eight places, one of them unnamed, and a fifth that waits for a place."""
-    seen = SimpleNamespace()
+    seen = Seen()
     engine = await start_engine(folder, GENERATOR)
 
     def group(group_id: int | None) -> asyncio.Task[tuple[Rollout, ...]]:
@@ -90,8 +89,8 @@ async def _seeded(folder: Path, max_num_batched_tokens: int) -> list[list[list[i
     return [alone, again, other]
 
 
-def _observe(folders: list[Path], revealing: Path) -> SimpleNamespace:
-    return SimpleNamespace(
+def _observe(folders: list[Path], revealing: Path) -> Seen:
+    return Seen(
         cancelled=asyncio.run(_cancel(revealing)),
         salted=asyncio.run(_prefix(folders, across_versions=False)),
         shared=asyncio.run(_prefix(folders, across_versions=True)),
@@ -105,14 +104,14 @@ def long_prompt() -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def observed(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def observed(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Seen:
     # Token 3 throughout: no response ends before its last token.
     revealing = write_tiny_model(tmp_path_factory.mktemp("revealing") / "hf", num_experts=8, top_k=3)
     save_file(revealing_weights(revealing, 3), revealing / "model.safetensors", {"format": "pt"})
     return run_alone(_observe, folders, revealing)
 
 
-def test_cancelled_groups_end_and_others_go_on(observed: SimpleNamespace) -> None:
+def test_cancelled_groups_end_and_others_go_on(observed: Seen) -> None:
     seen = observed.cancelled
     assert [isinstance(answer, GroupCancelled) for answer in seen.answers] == [True, False, True, True]
     for rollout in (*seen.unnamed, *seen.answers[1]):
@@ -121,7 +120,7 @@ def test_cancelled_groups_end_and_others_go_on(observed: SimpleNamespace) -> Non
     assert seen.num_left_behind == 0
 
 
-def test_an_update_reports_how_far_the_groups_are(observed: SimpleNamespace) -> None:
+def test_an_update_reports_how_far_the_groups_are(observed: Seen) -> None:
     first, second = ({one.group_id: one for one in report.progress} for report in observed.cancelled.reports)
     assert sorted(first) == [0, 1, 2, 3], "the unnamed one is nobody's"
     assert {one.version for one in first.values()} == {1}
@@ -133,15 +132,13 @@ def test_an_update_reports_how_far_the_groups_are(observed: SimpleNamespace) -> 
     assert second[1].num_tokens == sum(rollout.version_spans[1].end for rollout in rollouts)
 
 
-def test_a_waiting_request_never_meets_a_prefix_of_older_weights(
-    observed: SimpleNamespace, models: Models
-) -> None:
+def test_a_waiting_request_never_meets_a_prefix_of_older_weights(observed: Seen, models: Models) -> None:
     last = observed.salted[-1]
     assert [span.version for span in last.version_spans] == [1]
     assert_logprobs(last, expected(models, last, recomputed=True), SHORT)
 
 
-def test_prefixes_are_served_across_versions_if_asked_for(observed: SimpleNamespace, models: Models) -> None:
+def test_prefixes_are_served_across_versions_if_asked_for(observed: Seen, models: Models) -> None:
     first, last = observed.shared[0], observed.shared[-1]
     assert [span.version for span in last.version_spans] == [1]
     old, new = (expected(models, one, recomputed=True).router_logits_SME[:BLOCK] for one in (first, last))
@@ -155,7 +152,7 @@ def test_prefixes_are_served_across_versions_if_asked_for(observed: SimpleNamesp
 
 
 def test_samples_of_a_seed_are_reproducible_in_company_and_in_chunks_and_differ(
-    observed: SimpleNamespace,
+    observed: Seen,
 ) -> None:
     alone, again, other = observed.whole_prompts
     assert alone == again

@@ -20,12 +20,12 @@ from forgeasync.rollouts import (
     FinishReason,
     LoggedTurn,
     Rollout,
-    SampledTurn,
     TokenBatch,
     VersionSpan,
     check_rollout,
 )
 from forgeasync.testing import write_tiny_model
+from tests.generator.conftest import Seen
 from tests.support.engines import RECORDS, flat_logprobs, start_engine
 from tests.support.processes import run_alone
 
@@ -34,15 +34,11 @@ PROMPT = np.arange(3, 9, dtype=np.int32)
 NUM_PAIRS = 3
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    pairs: list[tuple[Rollout, str, Rollout]]
-    """Free responses, a text in the middle of each, and the same draw again with it as the end."""
-    turns: list[SampledTurn]
-    """The last of these draws as turns of episodes: with that end, and free."""
+async def _sample(folder: Path) -> Seen:
+    """Free responses, a text in the middle of each, and the same draw again with it as the end.
 
-
-async def _sample(folder: Path) -> Sampled:
+    The last of these draws also as turns of episodes: with that end, and free.
+    """
     from forgeasync.generator import EngineEpisodes
 
     engine = await start_engine(folder, GeneratorSection(kv_cache_gib=0.01))
@@ -70,7 +66,7 @@ async def _sample(folder: Path) -> Sampled:
         for number, sampling in enumerate((ended, FREE))
     ]
     engine.shutdown()
-    return Sampled(pairs=pairs, turns=turns)
+    return Seen(pairs=pairs, turns=turns)
 
 
 @pytest.fixture(scope="module")
@@ -78,21 +74,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=12.0)
 
 
+@pytest.fixture
+def ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return tokenizer("12=3;45=9#6", add_special_tokens=False)["input_ids"]
+
+
 @pytest.fixture(scope="module")
-def observed(folder: Path) -> Sampled:
+def observed(folder: Path) -> Seen:
     return run_alone(_sample, folder)
 
 
-def test_a_turn_says_which_text_ended_it(observed: Sampled) -> None:
+def test_a_turn_says_which_text_ended_it(observed: Seen) -> None:
     (free, stop, cut), (ended, whole) = observed.pairs[-1], observed.turns
     assert (ended.stop_text, ended.text, ended.finish_reason) == (stop, cut.text, FinishReason.STOP)
     assert ended.ids_T.tolist() == cut.response_ids_T.tolist()
     assert whole.stop_text is None and whole.text == free.text
 
 
-def test_a_response_ends_with_the_token_that_completes_the_text_and_is_otherwise_the_same_draw(
-    folder: Path, observed: Sampled
-) -> None:
+def test_a_response_ends_with_the_token_that_completes_the_text(folder: Path, observed: Seen) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     facts = read_model_facts(str(folder))
     assert len(observed.pairs) == NUM_PAIRS
@@ -147,11 +146,8 @@ def grown(
     return rollout, end.stop_text
 
 
-def test_a_text_that_two_parts_share_ends_the_response_too(
-    reader: SequenceReader, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_a_text_that_two_parts_share_ends_the_response_too(reader: SequenceReader, ids: list[int]) -> None:
     """vLLM looks for it in each part alone: a swap between two of its tokens would hide it."""
-    ids = tokenizer("12=3;45=9#6", add_special_tokens=False)["input_ids"]
     parts = [
         make_part(ids[:6], first_row=len(PROMPT), version=4, finish_reason="abort"),
         make_part(ids[6:], first_row=len(PROMPT) + 6, version=5, finish_reason="length"),
@@ -203,11 +199,8 @@ def logged(ids: list[int], *, finish: FinishReason | None) -> LoggedTurn:
     )
 
 
-def test_texts_that_end_a_turn_are_found_across_a_death(
-    reader: SequenceReader, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_texts_that_end_a_turn_are_found_across_a_death(reader: SequenceReader, ids: list[int]) -> None:
     """Its engine may have sampled further tokens, and died before anybody had looked for the text."""
-    ids = tokenizer("12=3;45=9#6", add_special_tokens=False)["input_ids"]
     met = TurnEnd(finish_reason=FinishReason.STOP, has_end_token=False, stop_text="45")
     for num_before in range(1, len(ids)):
         trajectory = reader.new_trajectory()
@@ -223,7 +216,7 @@ def test_texts_that_end_a_turn_are_found_across_a_death(
 
 
 @pytest.mark.parametrize("finish", FinishReason)
-def test_a_turn_that_had_ended_with_its_last_token_has_ended(
+def test_a_turn_that_ended_with_its_last_token_is_over(
     reader: SequenceReader, finish: FinishReason
 ) -> None:
     trajectory = reader.new_trajectory()

@@ -77,23 +77,6 @@ BudgetHistory.TestCase.settings = settings(max_examples=80, stateful_step_count=
 test_budget_on_random_histories = BudgetHistory.TestCase
 
 
-def test_a_group_larger_than_its_reservation_takes_of_the_excess_or_is_refused() -> None:
-    """By hand: 2 groups of 30 a step in 70 bytes leave 10 beyond all reservations."""
-    budget = PayloadBudget(70, excess_bytes=largest_excess(70, 2, 30))
-    assert budget.reserve(0, 30) and budget.reserve(1, 30)
-    assert not budget.settle(0, 41), "more than the excess"
-    assert (budget.num_bytes_held, budget.num_bytes_reserved) == (0, 60), "it keeps its reservation"
-    assert budget.settle(0, 37)
-    assert not budget.settle(1, 34), "of 10 only 3 are left"
-    budget.release(1)
-    # 33 bytes are free; but 34 here, and there would be no room for a step's second group.
-    assert budget.reserve(2, 30) and not budget.settle(2, 34)
-    assert budget.settle(2, 33) and budget.num_bytes_held == 70
-    budget.release(0)
-    budget.release(2)
-    assert budget.reserve(3, 30) and budget.settle(3, 40), "what was beyond came back"
-
-
 @pytest.mark.parametrize("makes_room", ["release", "settle"])
 async def test_a_group_that_waits_for_room_is_woken_by_what_makes_it(makes_room: str) -> None:
     """A group that ends, or one that takes less than was reserved for it, but none that may not stay."""

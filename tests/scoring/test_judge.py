@@ -294,7 +294,7 @@ class TestFence:
         assert judge.counts.num_oversized == 1
 
 
-async def test_a_group_waits_for_a_judge_that_is_down_and_is_scored_once_it_is_back(
+async def test_a_group_waits_for_a_judge_that_is_down_and_is_scored_later(
     server: ChatServer,
 ) -> None:
     scorer = ScorerSection(max_attempts=1, max_in_flight=2)
@@ -343,7 +343,7 @@ class TestBeforeARun:
             (completion("I like it."), "model", "is no JSON"),
         ],
     )
-    def test_a_wrong_key_model_or_server_is_named(
+    def test_what_a_server_refuses_is_named(
         self, server: ChatServer, reply: Reply, field: str, said: str
     ) -> None:
         server.reply = in_turn(reply)
@@ -358,7 +358,7 @@ class TestBeforeARun:
             ("base_url", "http://127.0.0.1:1/v1", "no connection"),
         ],
     )
-    def test_a_wrong_url_key_variable_or_rubric_is_named(
+    def test_a_wrong_key_url_or_rubric_is_named(
         self, server: ChatServer, field: str, value: str, said: str
     ) -> None:
         ((found, words),) = self.problems(section(server, **{field: value}))
@@ -373,7 +373,7 @@ class TestBeforeARun:
             ({"base_url": "judge:8000"}, "base_url"),
         ],
     )
-    def test_what_does_not_fit_together_is_refused(
+    def test_what_does_not_fit_is_refused(
         self, server: ChatServer, fields: dict[str, object], said: str
     ) -> None:
         with pytest.raises(ValidationError, match=said):

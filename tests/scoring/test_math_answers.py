@@ -249,9 +249,7 @@ def verify(pool: VerifierPool, response: str, answer: str) -> Score:
         "1E999999999",
     ],
 )
-def test_numbers_too_large_to_compute_are_other_numbers_at_once(
-    patient: VerifierPool, expression: str, answer: str
-) -> None:
+def test_huge_numbers_are_other_numbers_at_once(patient: VerifierPool, expression: str, answer: str) -> None:
     score = verify(patient, f"\\boxed{{{expression}}}", answer)
     assert (score.value, score.has_answer, score.status) == (0.0, True, ScoreStatus.SCORED)
 
@@ -380,9 +378,7 @@ written = (
     sign=st.sampled_from(["", "-"]),
     frame=st.sampled_from(["{}", "{}.", "$ {} $", r"\,{}\;"]),
 )
-def test_numbers_are_equal_however_they_are_written(
-    written: tuple[str, Fraction], sign: str, frame: str
-) -> None:
+def test_numbers_are_equal_in_any_writing(written: tuple[str, Fraction], sign: str, frame: str) -> None:
     text, value = written
     answer = sign + fraction_latex(value)
     assert math_reward(f"\\boxed{{{frame.format(sign + text)}}}", answer) == 1.0
@@ -402,9 +398,7 @@ def test_numbers_are_equal_however_they_are_written(
     ),
     data=st.data(),
 )
-def test_constants_are_equal_in_every_font(
-    value: Fraction, constants: list[str], data: st.DataObject
-) -> None:
+def test_constants_are_equal_in_any_font(value: Fraction, constants: list[str], data: st.DataObject) -> None:
     first, second = data.draw(st.sampled_from(constants)), data.draw(st.sampled_from(constants))
     answer = rf"{fraction_latex(value)} + {first}"
     assert math_reward(rf"\boxed{{{second} + {fraction_latex(value)}}}", answer) == 1.0

@@ -3,7 +3,9 @@
 import asyncio
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -67,45 +69,30 @@ def own(what: str, /, **fields: object) -> PythonReward:
     return PythonReward(factory=f"{OWN}.{what}", **fields)
 
 
-MakePool = Callable[..., RewardPool]
-MakeRewards = Callable[..., RunRewards]
+def rewards_of(*rewards: RewardSection) -> RunRewards:
+    return RunRewards([source_with(*rewards)], ScorerSection(num_workers=1), limit_s=300.0, seed=0)
+
+
+Start = Callable[[Any], Any]
 
 
 @pytest.fixture
-def make_pool() -> Iterator[MakePool]:
-    pools: list[RewardPool] = []
+def start() -> Iterator[Start]:
+    """Starts pools and rewards; at the end all are closed."""
+    with ExitStack() as at_the_end:
 
-    def make(section: PythonReward, num_processes: int = 1) -> RewardPool:
-        pools.append(RewardPool(section, num_processes))
-        pools[-1].start()
-        return pools[-1]
+        def start_one(one: RewardPool | RunRewards) -> RewardPool | RunRewards:
+            one.start()
+            at_the_end.callback(one.close)
+            return one
 
-    yield make
-    for pool in pools:
-        pool.close()
-
-
-@pytest.fixture
-def make_rewards() -> Iterator[MakeRewards]:
-    made: list[RunRewards] = []
-
-    def make(*rewards: RewardSection, limit_s: float = 300.0) -> RunRewards:
-        section = ScorerSection(num_workers=1)
-        made.append(RunRewards([source_with(*rewards)], section, limit_s=limit_s, seed=0))
-        made[-1].start()
-        return made[-1]
-
-    yield make
-    for rewards in made:
-        rewards.close()
+        yield start_one
 
 
 class TestPool:
-    def test_every_way_to_fail_names_reward_task_and_rollout_and_costs_only_itself(
-        self, make_pool: MakePool
-    ) -> None:
+    def test_a_failure_names_reward_task_and_rollout_and_costs_only_itself(self, start: Start) -> None:
         section = own("strange", limit_s=300.0)
-        pool = make_pool(section)
+        pool = start(RewardPool(section, 1))
         expected = {
             "raise": r"KeyError: 'no such column' \(.*own_rewards.py:",
             "nan": "ValueError: must return a float or a Score: a score must be finite",
@@ -130,20 +117,20 @@ class TestPool:
             assert pool.score(TASK, some("print"), "rollout 0") == (Score(0.5, False),)
         assert pool.num_killed == 1, "the one that hung"
 
-    def test_a_number_is_correct_from_one_on(self, make_pool: MakePool) -> None:
-        pool = make_pool(own("length"))
+    def test_a_number_is_correct_from_one_on(self, start: Start) -> None:
+        pool = start(RewardPool(own("length"), 1))
         (one,) = pool.score(TASK, some("a", num_tokens=1), "rollout 0")
         (none,) = pool.score(TASK, some("a", num_tokens=0), "rollout 0")
         assert (one, none) == (Score(1.0, True), Score(0.0, False))
 
-    def test_an_object_is_built_once_and_reads_the_record(self, make_pool: MakePool) -> None:
-        pool = make_pool(own("Judge", options={"column": "solution", "bonus": 0.25}))
+    def test_an_object_is_built_once_and_reads_the_record(self, start: Start) -> None:
+        pool = start(RewardPool(own("Judge", options={"column": "solution", "bonus": 0.25}), 1))
         scores = [pool.score(TASK, some(text), "rollout 0")[0] for text in ("2", "3", "")]
         assert [score.value for score in scores] == [1.25, 0.25, 0.25]
         assert [score.parts["num_calls"] for score in scores] == [1.0, 2.0, 3.0]
         assert [score.has_answer for score in scores] == [True, True, False]
 
-    def test_what_is_carried_along_is_not_imported(self, make_pool: MakePool) -> None:
+    def test_what_is_carried_along_is_not_imported(self, start: Start) -> None:
         offset = 0.125
 
         def of_a_notebook(task: Task, response: Response) -> float:
@@ -151,11 +138,11 @@ class TestPool:
 
         factory, pickled = code_of(of_a_notebook)
         assert pickled is not None
-        pool = make_pool(PythonReward(factory=factory, pickled=pickled))
+        pool = start(RewardPool(PythonReward(factory=factory, pickled=pickled), 1))
         assert pool.score(TASK, some("abc\ud800"), "rollout 0") == (Score(4.125, True),)
 
-    def test_the_end_of_the_pool_is_the_end_of_its_processes(self, make_pool: MakePool) -> None:
-        pool = make_pool(own("length"), num_processes=2)
+    def test_the_end_of_the_pool_is_the_end_of_its_processes(self, start: Start) -> None:
+        pool = start(RewardPool(own("length"), 2))
         pids = pool.pids
         assert len(pids) == 2
         pool.close()
@@ -171,8 +158,8 @@ def scored_at_once(rewards: RunRewards, groups: list[list[Response]]) -> list[ob
 
 
 class TestRewardsOfARun:
-    def test_coroutines_run_side_by_side(self, make_rewards: MakeRewards) -> None:
-        rewards = make_rewards(own("slow", limit_s=300.0))
+    def test_coroutines_run_side_by_side(self, start: Start) -> None:
+        rewards = start(rewards_of(own("slow", limit_s=300.0)))
         groups = [some("meet 40", "meet 40")] * 20 + [some("fine", "own timeout")]
         *fine, own_timeout = scored_at_once(rewards, groups)
         assert fine == [(Score(1.0, True),) * 2] * 20
@@ -187,14 +174,14 @@ class TestRewardsOfARun:
     @pytest.mark.parametrize(("what", "num_killed"), [("hang", 0), ("block", 1)])
     def test_a_coroutine_that_hangs_or_blocks_is_cut_off_alone(
         self,
-        make_rewards: MakeRewards,
+        start: Start,
         what: str,
         num_killed: int,
         limit_s: str,
         others: list[str],
     ) -> None:
         """Only one that blocks the event loop has its process killed."""
-        rewards = make_rewards(own("slow", limit_s=float(limit_s)))
+        rewards = start(rewards_of(own("slow", limit_s=float(limit_s))))
         groups = [some(*others)] * 10 * len(others)
         *fine, late = scored_at_once(rewards, [*groups, some(*others, what)])
         assert fine == [(Score(1.0, True),) * len(others)] * len(groups)
@@ -202,8 +189,8 @@ class TestRewardsOfARun:
         assert f"task t1, rollout {len(others)}: took longer than {limit_s} s" in str(late)
         assert rewards.counts == VerifierCounts(num_killed_rewards=num_killed)
 
-    def test_a_whole_group_is_scored_by_one_call(self, make_rewards: MakeRewards) -> None:
-        rewards = make_rewards(own("ranks", scores=ScoredUnit.GROUP, options={"scale": 2.0}))
+    def test_a_whole_group_is_scored_by_one_call(self, start: Start) -> None:
+        rewards = start(rewards_of(own("ranks", scores=ScoredUnit.GROUP, options={"scale": 2.0})))
         group = [Response("x", num, FinishReason.LENGTH) for num in (7, 3, 5)]
         scores = asyncio.run(rewards.score(TASK, group))
         assert [score.value for score in scores] == [-4.0, 0.0, -2.0]
@@ -215,9 +202,9 @@ class TestRewardsOfARun:
         with pytest.raises(RewardFailure, match=r"response 1 of the group: must return a float or a Score"):
             asyncio.run(rewards.score(TASK, some("a", "nan", "b")))
 
-    def test_a_list_is_the_weighted_sum_and_its_parts(self, make_rewards: MakeRewards) -> None:
+    def test_a_list_is_the_weighted_sum_and_its_parts(self, start: Start) -> None:
         judge = own("Judge", options={"column": "solution"}, weight=-0.5, name="judge")
-        rewards = make_rewards(MathReward(), judge, own("length", weight=0.25))
+        rewards = start(rewards_of(MathReward(), judge, own("length", weight=0.25)))
         right, wrong = asyncio.run(rewards.score(TASK, some("2", "3", num_tokens=4)))
         assert right.value == pytest.approx(1.0 - 0.5 + 1.0) and right.is_correct
         assert wrong.value == pytest.approx(0.0 - 0.0 + 1.0) and not wrong.is_correct
@@ -350,25 +337,25 @@ class TestTrial:
         assert "ZeroDivisionError" in problem and "task held_out/0" in problem
 
 
-def test_a_score_says_who_has_given_it_and_how(make_rewards: MakeRewards) -> None:
-    rewards = make_rewards(own("length"), MathReward(name="right", weight=2.0))
+def test_a_score_says_who_has_given_it_and_how(start: Start) -> None:
+    rewards = start(rewards_of(own("length"), MathReward(name="right", weight=2.0)))
     one, long = asyncio.run(rewards.score(TASK, some("2", "2" * (MAX_ANSWER_BYTES + 1))))
     assert one.status is ScoreStatus.SCORED and one.scorer == "length+right"
     assert re.fullmatch(r"[0-9a-f]{12}\+math-verify [\d.]+", one.scorer_version)
     assert long.status is ScoreStatus.OVERSIZED
-    alone = make_rewards(own("length"))
+    alone = start(rewards_of(own("length")))
     (score,) = asyncio.run(alone.score(TASK, some("2")))
     assert (score.scorer, score.scorer_version) == ("length", one.scorer_version.partition("+")[0])
 
 
-def test_what_rewards_say_comes_through_their_processes(make_rewards: MakeRewards) -> None:
+def test_what_rewards_say_comes_through_their_processes(start: Start) -> None:
     """Also text that JSON and messages have to write in their own way, and text that is too long."""
-    alone = make_rewards(own("explains"))
+    alone = start(rewards_of(own("explains")))
     hostile = 'a "quote"\n$answer \x00 \ud800 \u2028'
     right, wrong, long = asyncio.run(alone.score(TASK, some("2", hostile, "x" * 10_000)))
     assert right.feedback == "" and wrong.feedback == "not " + hostile.replace("\ud800", "?")
     assert len(long.feedback) <= MAX_FEEDBACK_CHARS and "characters left out]" in long.feedback
-    several = make_rewards(own("explains"), MathReward(name="right"))
+    several = start(rewards_of(own("explains"), MathReward(name="right")))
     oversized = "x" * (MAX_ANSWER_BYTES + 1)
     plain, lost = asyncio.run(several.score(TASK, some("3", oversized)))
     assert plain.feedback == "explains: not 3"

@@ -34,8 +34,6 @@ class TestScore:
             ({"parts": {3: 1.0}}, "names.*not '3'"),
             ({"parts": [1.0]}, r"parts of a score must be numbers by name, not \[1.0\]"),
             ({"parts": {f"p{i}": 0.0 for i in range(65)}}, "at most 64, not 65"),
-            ({"penalties": {"tools": -0.5}}, "penalties of a score must be at least 0; 'tools' is -0.5"),
-            ({"penalties": {"tools": math.inf}}, "'tools' in penalties of a score must be finite"),
             ({"has_answer": 1}, "has_answer of a score must be true or false, not 1"),
             ({"feedback": 7}, "feedback of a score must be text, not 7"),
             ({"feedback": "x" * 4001}, "feedback of a score .*at most 4000 characters, not 4001"),
@@ -46,7 +44,7 @@ class TestScore:
             ({"steps": (Step(end=4, value=1.0), Step(end=4, value=0.0))}, r"increasing ends, not \[4, 4\]"),
         ],
     )
-    def test_what_cannot_be_logged_or_trained_with_is_refused_by_name(
+    def test_what_cannot_be_logged_or_trained_on_is_refused(
         self, fields: dict[str, object], said: str
     ) -> None:
         with pytest.raises(ValueError, match=said):
@@ -152,7 +150,5 @@ def test_counts_of_scored_groups_are_those_of_their_definition(groups: list[list
     ("response", "is_correct", "has_answer"),
     [(r"so \boxed{4}", True, True), (r"so \boxed{5}", False, True), ("no idea at all", False, False)],
 )
-def test_the_math_verifier_tells_a_wrong_answer_from_none(
-    response: str, is_correct: bool, has_answer: bool
-) -> None:
+def test_a_wrong_answer_is_told_from_none(response: str, is_correct: bool, has_answer: bool) -> None:
     assert judge_answer(response, "4") == Score(float(is_correct), is_correct, has_answer=has_answer)

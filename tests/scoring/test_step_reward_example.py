@@ -25,7 +25,6 @@ def scored(text: str, finish_reason: fa.FinishReason = STOP) -> fa.Score:
         ("7+8=15;15-3=12#12", STOP, [(7, 1.0), (15, 1.0), (17, 1.0)], True),
         # What follows a wrong step is looked at by itself.
         ("7+8=14;14-3=11#11", STOP, [(7, 0.0), (15, 1.0), (17, 1.0)], False),
-        ("7+8=15;15-3=11#12", STOP, [(7, 1.0), (15, 0.0), (17, 0.0)], True),
         ("7+8=15;14-3=11#11", STOP, [(7, 1.0), (15, 0.0), (17, 1.0)], False),
         ("#12", STOP, [(1, 0.0), (3, 0.0)], True),
         ("7+8=15;15-3=12;12+0=12#12", STOP, [(7, 1.0), (15, 1.0), (23, 0.0), (25, 0.0)], True),
@@ -40,10 +39,8 @@ def scored(text: str, finish_reason: fa.FinishReason = STOP) -> fa.Score:
         # Cut: the last step has no reward; where it is the only one, the response has one of 0.
         ("7+8=15;15-", LENGTH, [(7, 1.0)], False),
         ("7+8=1", LENGTH, [(5, 0.0)], False),
-        ("7+8=15;15-3=12#", LENGTH, [(7, 1.0), (15, 1.0)], False),
         # It ended without an answer.
         ("7+8=15", STOP, [(6, 0.0)], False),
-        ("7+8=15;", STOP, [(7, 1.0)], False),
         ("", STOP, [], False),
     ],
 )
