@@ -143,10 +143,7 @@ OTHER_TASK = Submitted(prompt=2, source="s", task_id="other")
     ("events", "words"),
     [
         (submitted(0), r"prompt 2 comes next; prompt 0 was trained at step 1 \(line 7\)"),
-        (
-            [Checkpointed(step=1), *submitted(2), resumed_from(8), OTHER_TASK],
-            "task 'other' .* 'task 2' of 's'",
-        ),
+        ([Checkpointed(step=1), *submitted(2), resumed_from(8), OTHER_TASK], "'other' .* 'task 2' of 's'"),
         (ready(5, 1), "line 8: prompt 5 was started, but it was not submitted"),
         (ready(1, 1, attempt=1), r"as attempt 1, but it waits for attempt 0 to start \(line 3\)"),
         (ready(1, 2), "prompt 1 was started as group 2, but group 1 comes next"),
@@ -168,14 +165,8 @@ OTHER_TASK = Submitted(prompt=2, source="s", task_id="other")
         ([restored(1, 1)], "prompt 1 was restored in a run that was not resumed"),
         ([*resumed(), restored(0, 1)], "prompt 0 was restored, but it was trained at step 1"),
         ([*resumed(), restored(1, 2)], "prompt 1 was restored as group 2, but group 1 comes next"),
-        (
-            [*resumed((1,)), *submitted(2), *ready(2, 1), trained(2, 2, 1)],
-            "step 2 was trained on prompts 2, but it was to be made again with prompts 1",
-        ),
-        (
-            [*resumed(), *STARTED_1, dropped(1, 1, LOST, again=True), restored(1, 2)],
-            "attempt 0 at prompt 1 was restored, but it waits for attempt 1 to start",
-        ),
+        ([*resumed((1,)), *submitted(2), *ready(2, 1), trained(2, 2, 1)], "made again with prompts 1"),
+        ([*resumed(), *STARTED_1, dropped(1, 1, LOST, again=True), restored(1, 2)], "waits for attempt 1"),
     ],
 )
 def test_a_contradiction_names_both_lines(events: list[AnyEvent], words: str) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from forgeasync.rollouts import (
     FINISHES,
     MAGIC,
+    MIN_SEGMENT_BYTES,
     BegunTurn,
     EndedTurn,
     EpisodeId,
@@ -31,6 +32,7 @@ from forgeasync.rollouts import (
     keep_group,
     read_in_flight,
     remove_in_flight,
+    segment_limit,
 )
 
 NUM_LAYERS, TOP_K = 2, 3
@@ -220,6 +222,11 @@ def assert_reads_as(folder: Path, turns: dict[int, Turn]) -> None:
         assert turn.begun.episode.group_id == wanted.group_id
         assert list(tokens_of(turn.batch)) == wanted.tokens[: wanted.ended_at]
         assert (turn.ended is None) == (wanted.ended_at is None)
+
+
+def test_segments_are_replaced_when_half_of_them_is_gone() -> None:
+    assert segment_limit(0) == segment_limit(MIN_SEGMENT_BYTES // 2) == MIN_SEGMENT_BYTES
+    assert segment_limit(10**9) == 2 * 10**9
 
 
 def test_a_segment_that_is_not_finished_is_not_read(tmp_path: Path) -> None:

@@ -12,101 +12,68 @@ from forgeasync.config import ScorerSection
 from forgeasync.rollouts import Score, ScoreStatus
 from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool, math_reward
 
+FOUND = [
+    ("42", r"So we get \boxed{42}.", "The answer is 42."),
+    ("$42$", r"\boxed{42}"),
+    ("$$42$$", r"\boxed{42}"),
+    (r"\(\{2, 1\}\)", r"\boxed{\{1, 2\}}"),
+    (r"\boxed{7}", r"\boxed{7}"),
+    ("(x+1)^2", r"$\boxed{x^2+2x+1}$"),
+    ("2", r"first \boxed{1}, no: \boxed{2}", r"The final answer is $1$. I hope so. \boxed{2}"),
+    ("5", r"\boxed{4 no, it is \boxed{5}"),
+    ("14", "3 + 4 = 7, then 7 * 2 = 14"),
+    ("-1234", "Final answer: -1,234", "#### -1,234"),
+    ("0.75", r"hence $x = \frac{3}{4}$"),
+    ("8", "the sum is 9\n" * 20_000 + "so the answer is 8"),
+    ("7", "The answer is 7 (2+5)"),
+    ("11", "She pays $5 and $6, so in total $11"),
+    ("0.006", "the answer is 6e-3."),
+    ("100_2", "so it is $100_{2}$."),
+    # Boxes without braces, and in others.
+    ("3", r"\boxed{x=\boxed{3}}"),
+    ("5", r"\fbox{5}", r"\boxed 5", r"$\boxed 5$, not 6", r"\boxed{5} is it, not 6."),
+    ("0.5", r"\boxed {\frac{1}{2}} and not 3", r"\boxed{4}, no: \boxed\frac{1}{2} it is"),
+    (r"\{1\}", r"\boxed{\left\{1\right\}} and not 3"),
+    ("4", r"} } \boxed{4} and not 3"),
+    # What closed reasoning held is no answer; reasoning that was not closed is all that there is.
+    ("3", r"<think>maybe \boxed{2}</think> it is 3", r"<think>\boxed{2}</think>\boxed{3}"),
+    ("2", r"<think>so \boxed{2}"),
+    # Signs before a number.
+    ("4", "#4", "# 4", "#### 4", "####4", "#### $4", "3 + 1 = 4\n#### 4"),
+    ("4", r"\boxed{#4}", r"\boxed{\#4}", r"\boxed{#### 4}", "The answer is #4.", "The answer is **#4**"),
+    ("0.5", r"#### \frac{1}{2}"),
+    ("#4", "4"),
+    ("#### 4", "4"),
+    ("Half of 2000 is 2000 / 2 = 1000.\n#### 1,000", "1,000"),
+    ("From a = 3 follows a / 4.5.\n#### 2/3", r"\frac{2}{3}"),
+    ("a=3\n#### 2/3", r"\frac{2}{3}"),
+    # Where "#4" names something, the number before it stays the answer.
+    ("8", "The answer is 8 (by rule #4 above)", "## 3. Sum\n5 + 3 = 8"),
+]
+"""A reference answer, and responses whose final answer it is."""
 
-@pytest.mark.parametrize(
-    ("response", "answer", "reward"),
-    [
-        (r"So we get \boxed{42}.", "42", 1.0),
-        (r"$\boxed{x^2+2x+1}$", "(x+1)^2", 1.0),
-        (r"\boxed{42}", "$42$", 1.0),
-        (r"\boxed{42}", "$$42$$", 1.0),
-        (r"\boxed{\{1, 2\}}", r"\(\{2, 1\}\)", 1.0),
-        (r"\boxed{7}", r"\boxed{7}", 1.0),
-        (r"first \boxed{1}, no: \boxed{2}", "2", 1.0),
-        (r"The final answer is $1$. I hope so. \boxed{2}", "2", 1.0),
-        (r"\boxed{4 no, it is \boxed{5}", "5", 1.0),
-        ("The answer is 42.", "42", 1.0),
-        ("3 + 4 = 7, then 7 * 2 = 14", "14", 1.0),
-        ("Final answer: -1,234", "-1234", 1.0),
-        (r"hence $x = \frac{3}{4}$", "0.75", 1.0),
-        ("the sum is 9\n" * 20_000 + "so the answer is 8", "8", 1.0),
-        (r"\boxed{42} or rather \boxed{41}", "42", 0.0),
-        (r"It is 42: \boxed{unknown}", "42", 0.0),
-        (r"42 \boxed{}", "42", 0.0),
-        (r"\boxed{1}", "1,000", 0.0),
-        (r"\boxed{41, 42}", "42", 0.0),
-        ("first 42, then 43", "42", 0.0),
-        ("no number at all", "42", 0.0),
-        ("", "42", 0.0),
-        ("42", "", 0.0),
-        (r"\boxed{5} and then it was cut: \boxed{6", "5", 0.0),
-        # One place holds the final answer.
-        (r"\boxed{4} then \boxed{", "4", 0.0),
-        (r"\boxed{4} then \boxed{\frac{1}{2}", "4", 0.0),
-        (r"\boxed{4 \text{ or } \boxed{3}}", "3", 0.0),
-        (r"\boxed{x=\boxed{3}}", "3", 1.0),
-        (r"\fbox{5}", "5", 1.0),
-        (r"\boxed 5", "5", 1.0),
-        (r"$\boxed 5$, not 6", "5", 1.0),
-        (r"\boxed {\frac{1}{2}} and not 3", "0.5", 1.0),
-        (r"\boxed{\left\{1\right\}} and not 3", r"\{1\}", 1.0),
-        (r"\boxed{4}, no: \boxed\frac{1}{2} it is", "0.5", 1.0),
-        (r"} } \boxed{4} and not 3", "4", 1.0),
-        (r"\boxedtext{5} but 6", "5", 0.0),
-        (r"\boxed{1} \boxed", "1", 0.0),
-        (r"\boxed{4} no, \boxed 5", "4", 0.0),
-        (r"\boxed{5} is it, not 6.", "5", 1.0),
-        (r"We get $4$. Then the result is $\frac{$", "4", 0.0),
-        (r"the answer is 4, or $\frac{1}{2", "4", 0.0),
-        ("The answer is 7 (2+5)", "7", 1.0),
-        ("She pays $5 and $6, so in total $11", "11", 1.0),
-        ("the answer is 6e-3.", "0.006", 1.0),
-        ("the answer is 6e23", "6", 0.0),
-        ("so it is $100_{2}$.", "100_2", 1.0),
-        ("so it is 100_3", "100", 0.0),
-        # What closed reasoning held is no answer.
-        (r"<think>maybe \boxed{2}</think> it is 3", "2", 0.0),
-        (r"<think>maybe \boxed{2}</think> it is 3", "3", 1.0),
-        (r"<think>\boxed{2}</think>\boxed{3}", "3", 1.0),
-        (r"<think>\boxed{2}</think>", "2", 0.0),
-        (r"\boxed{2}</think> I do not know.", "2", 0.0),
-        (r"<think>the answer is 3</think>", "3", 0.0),
-        (r"<think>a</think> \boxed{3} <think>b</think> \boxed{2}", "3", 0.0),
-        (r"[THINK]\boxed{2}[/THINK] It is 3.", "2", 0.0),
-        # Reasoning that was not closed is all that there is.
-        (r"<think>so \boxed{2}", "2", 1.0),
-        # Signs before a number.
-        ("#4", "4", 1.0),
-        ("# 4", "4", 1.0),
-        ("#### 4", "4", 1.0),
-        ("####4", "4", 1.0),
-        ("#### -1,234", "-1234", 1.0),
-        ("#### $4", "4", 1.0),
-        ("3 + 1 = 4\n#### 4", "4", 1.0),
-        (r"\boxed{#4}", "4", 1.0),
-        (r"\boxed{\#4}", "4", 1.0),
-        (r"\boxed{#### 4}", "4", 1.0),
-        (r"#### \frac{1}{2}", "0.5", 1.0),
-        ("The answer is #4.", "4", 1.0),
-        ("The answer is **#4**", "4", 1.0),
-        ("4", "#4", 1.0),
-        ("4", "#### 4", 1.0),
-        ("1,000", "Half of 2000 is 2000 / 2 = 1000.\n#### 1,000", 1.0),
-        (r"\frac{2}{3}", "From a = 3 follows a / 4.5.\n#### 2/3", 1.0),
-        (r"\frac{2}{3}", "a=3\n#### 2/3", 1.0),
-        # The hash is no sign, and no licence either.
-        ("#5", "4", 0.0),
-        (r"\boxed{#5}", "4", 0.0),
-        ("#### 5", "4", 0.0),
-        ("5", "4 + 1 = 5\n#### 4", 0.0),
-        # Where "#4" names something, the number before it stays the answer.
-        ("The answer is 8 (by rule #4 above)", "8", 1.0),
-        ("## 3. Sum\n5 + 3 = 8", "8", 1.0),
-    ],
-)
-def test_one_place_holds_the_final_answer(response: str, answer: str, reward: float) -> None:
-    assert math_reward(response, answer) == reward
-
+NOT_FOUND = [
+    ("42", r"\boxed{42} or rather \boxed{41}", r"It is 42: \boxed{unknown}", r"42 \boxed{}"),
+    ("42", r"\boxed{41, 42}", "first 42, then 43", "no number at all", ""),
+    ("1,000", r"\boxed{1}"),
+    ("", "42"),
+    # One place holds the final answer.
+    ("5", r"\boxed{5} and then it was cut: \boxed{6", r"\boxedtext{5} but 6"),
+    ("4", r"\boxed{4} then \boxed{", r"\boxed{4} then \boxed{\frac{1}{2}", r"\boxed{4} no, \boxed 5"),
+    ("4", r"We get $4$. Then the result is $\frac{$", r"the answer is 4, or $\frac{1}{2"),
+    ("3", r"\boxed{4 \text{ or } \boxed{3}}"),
+    ("1", r"\boxed{1} \boxed"),
+    ("6", "the answer is 6e23"),
+    ("100", "so it is 100_3"),
+    # What closed reasoning held is no answer.
+    ("2", r"<think>maybe \boxed{2}</think> it is 3", r"<think>\boxed{2}</think>"),
+    ("2", r"\boxed{2}</think> I do not know.", r"[THINK]\boxed{2}[/THINK] It is 3."),
+    ("3", r"<think>the answer is 3</think>", r"<think>a</think> \boxed{3} <think>b</think> \boxed{2}"),
+    # The hash is no sign, and no licence either.
+    ("4", "#5", r"\boxed{#5}", "#### 5"),
+    ("4 + 1 = 5\n#### 4", "5"),
+]
+"""A reference answer, and responses whose final answer is another one, or that have none."""
 
 RIGHT = [
     (r"\frac{1}{2006!}", r"\frac{1}{2006!}"),
@@ -201,15 +168,22 @@ WRONG = [
 """A reference answer, and answers that are not."""
 
 
-CASES = [
-    (found, answer, reward)
-    for rows, reward in ((RIGHT, 1.0), (WRONG, 0.0))
-    for answer, *others in rows
-    for found in others
-]
+def cases(right: list[tuple[str, ...]], wrong: list[tuple[str, ...]]) -> list[tuple[str, str, float]]:
+    """What is judged, the reference answer and the reward."""
+    return [
+        (one, answer, reward)
+        for rows, reward in ((right, 1.0), (wrong, 0.0))
+        for answer, *others in rows
+        for one in others
+    ]
 
 
-@pytest.mark.parametrize(("found", "answer", "reward"), CASES)
+@pytest.mark.parametrize(("response", "answer", "reward"), cases(FOUND, NOT_FOUND))
+def test_one_place_holds_the_final_answer(response: str, answer: str, reward: float) -> None:
+    assert math_reward(response, answer) == reward
+
+
+@pytest.mark.parametrize(("found", "answer", "reward"), cases(RIGHT, WRONG))
 def test_equal_answers_score_one_and_others_zero(found: str, answer: str, reward: float) -> None:
     assert math_reward(f"so \\boxed{{{found}}}", answer) == reward
 
