@@ -1,5 +1,7 @@
 """Which scorer gets which response: every response ends once, whatever scorers do meanwhile."""
 
+from collections import Counter
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -39,8 +41,7 @@ class Scoring(RuleBasedStateMachine):
         self.stale: list[Assignment] = []
         self.open: set[int] = set()
         self.ended: dict[int, Fate] = {}
-        self.failures: dict[int, int] = {}
-        self.losses: dict[int, int] = {}
+        self.failures, self.losses = Counter[int](), Counter[int]()
         self.num_discarded = 0
 
     def note(self, assignment: Assignment, fate: Fate) -> None:
@@ -50,9 +51,6 @@ class Scoring(RuleBasedStateMachine):
             assert assignment.item not in self.ended, "it ends once"
             self.ended[assignment.item] = fate
             self.open.discard(assignment.item)
-
-    def pick(self, data: st.DataObject) -> Assignment:
-        return self.current[data.draw(st.sampled_from(sorted(self.current)))]
 
     @rule()
     def submit(self) -> None:
@@ -71,26 +69,20 @@ class Scoring(RuleBasedStateMachine):
             self.current[assignment.item] = assignment
 
     @precondition(lambda self: self.current)
-    @rule(data=st.data())
-    def score(self, data: st.DataObject) -> None:
-        one = self.pick(data)
-        self.note(one, self.dispatcher.scored(one))
-        assert self.ended[one.item] is Fate.SCORED
-
-    @precondition(lambda self: self.current)
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
-        one = self.pick(data)
-        self.failures[one.item] = self.failures.get(one.item, 0) + 1
-        fate = self.dispatcher.failed(one, self.now_s)
-        assert (fate is Fate.GIVEN_UP) == (self.failures[one.item] == SECTION.max_attempts)
+    @rule(data=st.data(), answer=st.sampled_from(["scored", "failed", "deferred"]))
+    def answer(self, data: st.DataObject, answer: str) -> None:
+        one = self.current[data.draw(st.sampled_from(sorted(self.current)))]
+        match answer:
+            case "scored":
+                fate = self.dispatcher.scored(one)
+                assert fate is Fate.SCORED
+            case "failed":
+                self.failures[one.item] += 1
+                fate = self.dispatcher.failed(one, self.now_s)
+                assert (fate is Fate.GIVEN_UP) == (self.failures[one.item] == SECTION.max_attempts)
+            case _:
+                fate = self.dispatcher.deferred(one, self.now_s, 1.0)
         self.note(one, fate)
-
-    @precondition(lambda self: self.current)
-    @rule(data=st.data())
-    def defer(self, data: st.DataObject) -> None:
-        one = self.pick(data)
-        self.note(one, self.dispatcher.deferred(one, self.now_s, 1.0))
 
     @precondition(lambda self: self.stale)
     @rule(data=st.data())
@@ -109,7 +101,7 @@ class Scoring(RuleBasedStateMachine):
         there = [one for one in self.current.values() if one.replica == rank]
         given_up = self.dispatcher.replica_down(rank, self.now_s)
         for one in there:
-            self.losses[one.item] = self.losses.get(one.item, 0) + 1
+            self.losses[one.item] += 1
             is_over = self.losses[one.item] == SECTION.max_lost
             assert (one.item in given_up) == is_over
             self.note(one, Fate.GIVEN_UP if is_over else Fate.AGAIN)
@@ -135,7 +127,7 @@ class Scoring(RuleBasedStateMachine):
         for rank in range(NUM_REPLICAS):
             there = [one.item for one in self.current.values() if one.replica == rank]
             for item in there:
-                assert len(there) <= max(1, SECTION.max_in_flight >> self.losses.get(item, 0))
+                assert len(there) <= max(1, SECTION.max_in_flight >> self.losses[item])
         assert dispatcher.counts.num_discarded == self.num_discarded
 
     def teardown(self) -> None:
@@ -164,6 +156,21 @@ def test_an_item_goes_to_the_replica_with_the_least_to_do() -> None:
     assert sorted(one.replica for one in assigned(dispatcher)) == [0, 0, 0, 1, 1, 2, 2]
 
 
+def test_a_lost_replica_gives_its_items_to_the_others_and_its_late_answers_do_not_count() -> None:
+    dispatcher = make(2)
+    submitted(dispatcher, 4)
+    before = assigned(dispatcher)
+    assert dispatcher.replica_down(0, 0.0) == ()
+    again = assigned(dispatcher)
+    lost = [one for one in before if one.replica == 0]
+    assert [one.item for one in again] == [one.item for one in lost]
+    assert {one.replica for one in again} == {1}
+    assert dispatcher.scored(again[0]) is Fate.SCORED
+    assert [dispatcher.scored(one) for one in lost] == [Fate.DISCARDED, Fate.DISCARDED]
+    assert dispatcher.failed(lost[1], 0.0) is Fate.DISCARDED
+    assert dispatcher.scored(again[1]) is Fate.SCORED
+
+
 def test_waits_before_further_attempts_double() -> None:
     dispatcher = make(max_attempts=4)
     submitted(dispatcher, 1)
@@ -187,3 +194,21 @@ def test_what_is_not_available_costs_no_attempt_until_it_has_stayed_away_for_too
         assert dispatcher.deferred(one, now_s, 1.0) is Fate.AGAIN
     (one,) = assigned(dispatcher, 60.0)
     assert dispatcher.deferred(one, 60.0, 1.0) is Fate.GIVEN_UP
+
+
+def test_one_that_ends_replicas_is_found_out_and_others_are_not_given_up() -> None:
+    """Item 5 of 16 ends every replica that has it; all of the others are scored."""
+    dispatcher = make(2, max_in_flight=16, max_lost=6)
+    items = submitted(dispatcher, 16)
+    fates: dict[int, Fate] = {}
+    for _ in range(100):
+        current = assigned(dispatcher)
+        killer = next((one for one in current if one.item == 5), None)
+        if killer is not None:
+            fates |= dict.fromkeys(dispatcher.replica_down(killer.replica, 0.0), Fate.GIVEN_UP)
+            dispatcher.replica_up(killer.replica)
+        for one in current:
+            if killer is None or one.replica != killer.replica:
+                fates[one.item] = dispatcher.scored(one)
+    assert fates.pop(5) is Fate.GIVEN_UP
+    assert fates == dict.fromkeys(set(items) - {5}, Fate.SCORED)

@@ -148,9 +148,9 @@ class TestRefusals:
         [
             (
                 {"step_tag": "12"},
-                "step_tag = '12': must be one token of the model's tokenizer, where it is 2",
+                "step_tag = '12': must be one token of the model's tokenizer",
             ),
-            ({"step_tag": "é"}, "step_tag = 'é': must be one token of the model's tokenizer, where it is no"),
+            ({"step_tag": "é"}, "step_tag = 'é': must be one token of the model's tokenizer"),
             ({"max_context_length": 257}, "max_context_length = 257: must be at most 256, the max_position_"),
             ({"max_context_length": 14}, "max_context_length = 14: must be at least 15, which task t1 takes"),
         ],

@@ -497,6 +497,13 @@ def test_an_answer_cannot_change_what_the_next_one_meets() -> None:
     assert after[2] != tampered[2]
 
 
+def test_a_fork_serves_on_until_an_answer_runs_code() -> None:
+    results = run_in_forks(["plain", "plain", "run value = 0.5", "plain"])
+    assert [is_clean for _, is_clean, _ in results] == [True, True, False, True]
+    assert results[0][2] == results[1][2] == results[2][2] != results[3][2]
+    assert results[2][0] == HALF
+
+
 SAYS = "import os\nfor _ in range(40): os.write(4, {!r})\nos.write(4, b'\\n'); os._exit(0)"
 
 
