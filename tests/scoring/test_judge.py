@@ -335,33 +335,22 @@ class TestBeforeARun:
         assert server.keys == ["Bearer secret"]
 
     @pytest.mark.parametrize(
-        ("reply", "field", "said"),
+        ("fields", "reply", "field", "said"),
         [
-            ((401, {}, '{"error": {"message": "no such key"}}'), "api_key_env", "no such key"),
-            ((404, {}, '{"error": {"message": "no model judge-1"}}'), "model", "no model judge-1"),
-            ((503, {}, "{}"), "base_url", "status 503"),
-            (completion("I like it."), "model", "is no JSON"),
+            ({}, (401, {}, '{"error": {"message": "no such key"}}'), "api_key_env", "no such key"),
+            ({}, (404, {}, '{"error": {"message": "no model judge-1"}}'), "model", "no model judge-1"),
+            ({}, (503, {}, "{}"), "base_url", "status 503"),
+            ({}, completion("I like it."), "model", "is no JSON"),
+            ({"api_key_env": "NO_SUCH_KEY"}, verdict(5), "api_key_env", "NO_SUCH_KEY is not set"),
+            ({"rubric_file": "/nowhere/rubric.txt"}, verdict(5), "rubric_file", "cannot be read"),
+            ({"base_url": "http://127.0.0.1:1/v1"}, verdict(5), "base_url", "no connection"),
         ],
     )
-    def test_what_a_server_refuses_is_named(
-        self, server: ChatServer, reply: Reply, field: str, said: str
+    def test_the_field_at_fault_is_named(
+        self, server: ChatServer, fields: dict[str, object], reply: Reply, field: str, said: str
     ) -> None:
         server.reply = in_turn(reply)
-        ((found, words),) = self.problems(section(server))
-        assert found == f"data.reward.1.{field}" and said in words
-
-    @pytest.mark.parametrize(
-        ("field", "value", "said"),
-        [
-            ("api_key_env", "NO_SUCH_KEY", "NO_SUCH_KEY is not set"),
-            ("rubric_file", "/nowhere/rubric.txt", "cannot be read"),
-            ("base_url", "http://127.0.0.1:1/v1", "no connection"),
-        ],
-    )
-    def test_a_wrong_key_url_or_rubric_is_named(
-        self, server: ChatServer, field: str, value: str, said: str
-    ) -> None:
-        ((found, words),) = self.problems(section(server, **{field: value}))
+        ((found, words),) = self.problems(section(server, **fields))
         assert found == f"data.reward.1.{field}" and said in words
 
     @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgeasync.observability import RolloutWriter, ScoredGroups, part_means
-from forgeasync.rollouts import FinishReason, Group, Score, Step
+from forgeasync.rollouts import Group, Score, Step
 from forgeasync.scoring import GroupFiltering, judge_answer
 from tests.support.buffer_world import make_task
 from tests.support.loops import make_config
@@ -87,25 +87,12 @@ class TestTravel:
 
     def test_a_file_of_rollouts_has_the_parts(self, tmp_path: Path) -> None:
         file = tmp_path / "rollouts.jsonl"
-        steps = (Step(end=4, value=0.5),)
-        score = Score(
-            0.5,
-            False,
-            parts={"format": 0.5},
-            penalties={"tools": 1.0},
-            steps=steps,
-            has_answer=False,
-            feedback="half of it",
-        )
-        rollout = make_stored_rollout((0, 0, 2), finish_reason=FinishReason.STOP)
-        group = Group(
-            group_id=0, draw_id=0, task=make_task(0), rollouts=(rollout,), rewards=(0.5,), scores=(score,)
-        )
+        said = {"parts": {"format": 0.5}, "penalties": {"tools": 1.0}, "feedback": "half of it"}
+        score = Score(0.5, False, steps=(Step(end=4, value=0.5),), has_answer=False, **said)
         with RolloutWriter(file, per_step=1) as writer:
-            writer.write(1, [group])
+            writer.write(1, [dataclasses.replace(make_group(1), rewards=(0.5,), scores=(score,))])
         record = json.loads(file.read_text())
-        assert record["parts"] == {"format": 0.5} and record["penalties"] == {"tools": 1.0}
-        assert record["feedback"] == "half of it"
+        assert {name: record[name] for name in said} == said
         assert record["score_status"] == "scored" and record["scorer"] == record["scorer_version"] == ""
         assert (record["is_correct"], record["has_answer"], record["steps"]) == (False, False, [[4, 0.5]])
 
