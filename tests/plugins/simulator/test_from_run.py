@@ -33,12 +33,13 @@ SCORE_S, WAIT_S, PUBLISH_S, FETCH_S, READY_S, SWAP_S, BETWEEN_S = 0.1, 0.01, 0.0
 BEGIN_S = 1.8e9
 
 STEPS_S = {(num, 0): STEP_S + num * SEQUENCE_S for num in (1, 64)}
-COST = engine_cost(decode_table(STEPS_S), prefill_s=PROMPT_S, max_num_seqs=32, max_kv_tokens=10**6)
+LIMITS = {"max_num_seqs": 32, "max_kv_tokens": 10**6, "kv_block_tokens": 128}
+COST = engine_cost(decode_table(STEPS_S), prefill_s=PROMPT_S, **LIMITS)
 
 
 def sampled_s(groups: dict[int, tuple[int, list[int]]]) -> dict[int, float]:
     """How long one engine takes for groups that come at once: tokens of the prompt and of each response."""
-    clock, ends = Clock(1), dict[int, float]()
+    clock, ends = Clock(), dict[int, float]()
     engine = Engine(0, COST, clock, lambda one: ends.__setitem__(one.group.group_id, clock.now_s), version=0)
     for number, (num_prompt, lengths) in groups.items():
         engine.add(made_group(number, lengths, num_prompt=num_prompt).sequences)
@@ -162,7 +163,7 @@ def test_other_times_are_those_of_the_files(found: ProfiledRun) -> None:
     assert list(profile.lengths) == ["chain_sum"] and lengths.prompt_share < 0.2
     assert 5 <= lengths.response.quantiles[0] and lengths.response.quantiles[-1] < 90
     assert profile.filtered_share == 0.0
-    assert profile.cores.trainer == profile.cores.generator == profile.cores.scorer == 0.0
+    assert profile.hardware == "here"
 
 
 def test_a_simulation_of_the_same_run_takes_as_long(found: ProfiledRun) -> None:
@@ -188,9 +189,16 @@ def test_the_app_writes_the_profile_and_refuses_what_is_no_run(
     assert "none/config.yaml" in capsys.readouterr().err
     assert main(["--run", str(tmp_path / "run"), "--out", str(tmp_path / "none" / "profile.json")]) == 2
     assert "No such file" in capsys.readouterr().err
-    for arguments in (["--run", "run"], ["--run", "run", "--out", "p", "--config", "c"], ["--out", "p"]):
+    for arguments, words in (
+        (["--run", "run"], "needs --run with --out, or --plan"),
+        (["--config", "c"], "needs --run with --out, or --plan"),
+        (["--run", "run", "--out", "p", "--config", "c"], "--config, overrides, --gpus"),
+        (["--plan", "--config", "c"], "--plan: needs --config, --gpus"),
+        (["--plan", "--config", "c", "--gpus", "2", "--profile", "p", "--out", "p"], "leave --plan away"),
+    ):
         with pytest.raises(SystemExit):
             main(arguments)
+        assert words in capsys.readouterr().err
 
 
 def test_a_run_that_lacks_what_a_profile_needs_is_refused(config: RunConfig, tmp_path: Path) -> None:

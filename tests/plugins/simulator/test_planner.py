@@ -16,6 +16,7 @@ from forgeasync.plugins.simulator import (
     SplitPlan,
     TrainTable,
     choose,
+    of_config,
     plan_splits,
     stated_profile,
     write_profile,
@@ -89,6 +90,12 @@ def test_what_cannot_be_planned_is_refused(overrides: list[str], source: str, pr
     profile = simple_profile().model_copy(update={"lengths": {source: lengths}})
     with pytest.raises(ConfigError, match=problem):
         _plan(minimal_config(*OVERRIDES, *overrides), profile)
+
+
+def test_runs_with_an_environment_are_refused() -> None:
+    config = load_config(CONFIGS / "game_cpu.yaml")
+    with pytest.raises(ConfigError, match="environment: must be left out: a profile has no"):
+        of_config(config, FACTS, simple_profile())
 
 
 BIG = CONFIGS / "qwen3_30b_a3b.yaml"

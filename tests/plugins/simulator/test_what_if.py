@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from forgeasync.config import BufferSection, ScorerSection
-from forgeasync.plugins.simulator import Distribution, EnvironmentTimes, simulate, what_if
+from forgeasync.plugins.simulator import simulate, what_if
 from tests.support.profiles import simple_profile, small_run
 
 FIXED = (50.0, 50.0)
@@ -45,16 +45,6 @@ def test_a_synchronous_run_gains_most_from_a_bound() -> None:
     found = what_if(run, simple_profile(lengths=FIXED, token_s=5e-4))
     assert found.best is not None and found.best.change.name == "max_off_policy_steps 1"
     assert found.best.share == pytest.approx(0.5, abs=0.06)
-
-
-def test_an_environment_that_is_slow_is_named() -> None:
-    environment = EnvironmentTimes(num_turns=Distribution.point(4.0), latency_s=Distribution.point(1.0))
-    profile = simple_profile(**FAST).model_copy(update={"environment": environment})
-    buffer = BufferSection(max_groups=4)
-    run = small_run(num_steps=20, has_environment=True, max_off_policy_steps=32, buffer=buffer)
-    found = what_if(run, profile)
-    names = [gain.change.name for gain in found.gains[:2]]
-    assert set(names) == {"an environment twice as fast", "a buffer twice as large"}
 
 
 def test_where_nothing_helps_it_says_so() -> None:
