@@ -112,32 +112,3 @@ def _kept_numbers() -> int:
     expected_TD = torch.nn.functional.linear(x_TD, linear.weight)
     assert torch.equal(linear.cpu_linear(x_TD, linear.weight, None), expected_TD)
     return linear.weight.numel()
-
-
-async def _time(folder: Path) -> tuple[list[float], dict[int, int], str]:
-    from forgeasync.generator import DecodeTiming, NothingTimed, PrefillTiming, time_engine
-
-    section = GeneratorSection(max_num_batched_tokens=64, max_num_seqs=8, kv_cache_gib=0.01)
-    engine = await start_engine(folder, section)
-    sampling = SamplingSection(max_response_tokens=4, top_k=5, top_p=0.9)
-    asked = DecodeTiming(num_running=5, num_prompt_tokens=20, num_steps=12, text=(7, 8, 9))
-    found = [await time_engine(engine, asked, sampling, seed=seed) for seed in (0, 0)]
-    prompts = PrefillTiming(num_prompts=4, num_prompt_tokens=30, text=(7, 8, 9))
-    found.append(await time_engine(engine, prompts, sampling, seed=1))
-    counts = {number: steps.num_steps for number, steps in engine.stats().decode_steps.items()}
-    try:
-        # More than decode at once: no step has all of them.
-        more = DecodeTiming(num_running=20, num_prompt_tokens=20, num_steps=4, text=(5,))
-        words = str(await time_engine(engine, more, sampling, seed=2))
-    except NothingTimed as error:
-        words = str(error)
-    engine.shutdown()
-    return found, counts, words
-
-
-def test_steps_with_all_sequences_are_timed(tmp_path: Path) -> None:
-    found, counts, words = run_alone(_time, write_tiny_model(tmp_path / "hf"))
-    assert all(value > 0 for value in found)
-    # 5 prompts of 20 tokens take two steps; from the one after, 10 or 11 steps decode 5 tokens, twice.
-    assert set(counts) >= {3} and 18 <= counts[3] <= 22
-    assert "of 20 sequences with 20 prompt tokens no step decoded one token each" in words
