@@ -3,7 +3,6 @@
 import math
 from statistics import NormalDist, fmean
 
-import numpy as np
 import pytest
 
 from forgeasync.buffer import (
@@ -12,7 +11,6 @@ from forgeasync.buffer import (
     LoadController,
     StepLoad,
     WaitingSide,
-    length_bucket,
 )
 from forgeasync.config import (
     AccountingPolicy,
@@ -28,11 +26,6 @@ from tests.support.buffer_world import make_task
 from tests.support.profiles import simple_profile, small_run
 
 WEIGHT = AccountingSection(replacement=Replacement.WEIGHT, max_weight=3.0, metric_groups=100)
-
-
-def test_length_buckets_are_powers_of_two() -> None:
-    lengths = (0, 1, 2, 3, 4, 7, 8, 1023, 1024)
-    assert [length_bucket(length) for length in lengths] == [-1, 0, 1, 1, 2, 2, 3, 9, 10]
 
 
 def test_weights_carry_the_deficit_of_their_stratum() -> None:
@@ -95,22 +88,6 @@ def test_a_restored_ledger_makes_up_for_what_the_other_had_left() -> None:
     resumed.restore(ledger.deficits, ledger.num_censored)
     assert resumed.metrics() == {"accounting/outstanding_deficit": 2.0, "accounting/num_censored": 1}
     assert resumed.train(task, (16, 17), submitted=(16, 17)) == 3.0
-
-
-def test_weights_tend_to_the_inverse_of_the_surviving_share() -> None:
-    rng = np.random.default_rng(0)
-    ledger = AccountingLedger(AccountingSection(replacement=Replacement.WEIGHT, max_weight=20.0))
-    surviving = {16: 0.9, 256: 0.25}
-    weights: dict[int, list[float]] = {length: [] for length in surviving}
-    for index in range(4000):
-        length = (16, 256)[index % 2]
-        if rng.random() < surviving[length]:
-            weights[length].append(ledger.train(make_task(index), (length,), submitted=(length,)))
-        else:
-            ledger.lose(make_task(index), (length,))
-    for length, share in surviving.items():
-        assert np.mean(weights[length]) == pytest.approx(1 / share, rel=0.05)
-    assert ledger.metrics()["accounting/length_distance"] < 0.02
 
 
 def test_load_goes_up_where_the_bound_starves_the_trainer_and_down_where_batches_lie_ready() -> None:

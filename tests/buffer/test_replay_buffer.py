@@ -1,7 +1,6 @@
 """The replay buffer's promises on histories made by hand."""
 
 import asyncio
-import itertools
 
 import msgspec
 import pytest
@@ -25,7 +24,16 @@ from forgeasync.config import (
     StaleGroups,
 )
 from forgeasync.rollouts import Group, GroupProgress
-from tests.support.buffer_world import WEIGHT, BufferWorld, complete, make_task, make_world, started, taken
+from tests.support.buffer_world import (
+    EXACT,
+    WEIGHT,
+    BufferWorld,
+    complete,
+    make_task,
+    make_world,
+    started,
+    taken,
+)
 from tests.support.rollouts import make_stored_rollout
 
 
@@ -66,9 +74,7 @@ def test_depth_bound_counts_complete_groups_and_in_flight_bound_does_not() -> No
 
 
 def test_nothing_is_started_that_the_run_cannot_train_on() -> None:
-    world = BufferWorld(
-        groups_per_step=2, k=4, section=BufferSection(), accounting=AccountingSection(), num_steps=3
-    )
+    world = BufferWorld(groups_per_step=2, k=4, section=BufferSection(), accounting=EXACT, num_steps=3)
     assert len(started(world)) == 3 * 2
 
 
@@ -106,16 +112,12 @@ def test_generators_wait_where_the_bound_kept_groups_from_starting() -> None:
     assert world.buffer.metrics()["load/generators_wait"] == 0.0
 
 
-def test_order_of_completion_takes_what_came_first() -> None:
-    world = make_dropping_world(1, 3, order=BatchOrder.COMPLETION)
+@pytest.mark.parametrize(("order", "first"), [(BatchOrder.COMPLETION, 3), (BatchOrder.DEADLINE, 1)])
+def test_a_batch_takes_what_came_first_or_is_due_first(order: BatchOrder, first: int) -> None:
+    world = make_dropping_world(1, 3, order=order)
     started(world)
     complete(world, 3, 1)
-    assert taken(world) == [3]
-    assert taken(world) == [1]
-    by_deadline = make_dropping_world(1, 3)
-    started(by_deadline)
-    complete(by_deadline, 3, 1)
-    assert taken(by_deadline) == [1]
+    assert taken(world) == [first]
 
 
 def leave_behind(world: BufferWorld) -> None:
@@ -276,17 +278,6 @@ def test_what_is_counted() -> None:
     assert world.buffer.num_pending == 3, "two more prompts were asked for, and one comes again"
 
 
-def test_a_group_is_scored_once() -> None:
-    world = make_world(1, 0)
-    started(world)
-    world.finish(0)
-    group = world.sampled[0]
-    world.score(0)
-    world.sampled[0] = group
-    with pytest.raises(AssertionError):
-        world.score(0)
-
-
 def test_each_reward_stays_with_its_rollout() -> None:
     """Through scoring, filtering and the batch: three rollouts, of which the outer two are kept."""
     world = make_world(1, 0)
@@ -315,43 +306,32 @@ def test_what_filters_drop_is_not_missed() -> None:
 
 
 @pytest.mark.parametrize(("most", "expected"), [(1, [1, 1]), (3, [3, 3]), (99, [4, 2])])
-def test_groups_start_together_as_far_as_prompts_and_bounds_allow(most: int, expected: list[int]) -> None:
-    async def starts() -> list[list[int]]:
-        world = make_world(4, 1, max_groups=6)
-        buffer = AsyncReplayBuffer(world.buffer)
-        found = []
-        for _ in expected:
-            await buffer.submit([make_task(number) for number in range(world.buffer.num_wanted)])
-            some, num_wanted = await buffer.start(most)
-            assert num_wanted == world.buffer.num_wanted == len(some)
-            found.append([one.group_id for one in some])
-        return found
-
-    found = asyncio.run(asyncio.wait_for(starts(), 10.0))
-    assert [len(some) for some in found] == expected
-    assert list(itertools.chain.from_iterable(found)) == list(range(sum(expected)))
+async def test_groups_start_together_as_far_as_bounds_allow(most: int, expected: list[int]) -> None:
+    world = make_world(4, 1, max_groups=6)
+    buffer = AsyncReplayBuffer(world.buffer)
+    found: list[int] = []
+    for num_groups in expected:
+        await buffer.submit([make_task(number) for number in range(world.buffer.num_wanted)])
+        some, num_wanted = await buffer.start(most)
+        assert num_wanted == world.buffer.num_wanted == len(some) == num_groups
+        found += [one.group_id for one in some]
+    assert found == list(range(sum(expected)))
 
 
-def test_a_batch_makes_room_for_the_next_group_before_it_is_trained_on() -> None:
+async def test_a_batch_makes_room_for_the_next_group_before_it_is_trained_on() -> None:
     """Whoever waits for the depth bound is woken by the batch, not only by its commit."""
-
-    async def first_start_after_a_batch() -> int:
-        world = make_world(1, 1, max_groups=1)
-        buffer = AsyncReplayBuffer(world.buffer)
-        await buffer.submit([make_task(0), make_task(1)])
-        (start,), _ = await buffer.start(9)
-        waiting = asyncio.create_task(buffer.start(9))
-        rollouts = tuple(make_stored_rollout((0, 0, 4)) for _ in range(2))
-        group = Group(group_id=0, draw_id=start.draw_id, task=start.task, rollouts=rollouts)
-        await buffer.finished(group)
-        await buffer.scored(0, (1.0, 0.0), (0, 1))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        await buffer.take()
-        (next_start,), _ = await waiting
-        return next_start.group_id
-
-    assert asyncio.run(asyncio.wait_for(first_start_after_a_batch(), 10.0)) == 1
+    buffer = AsyncReplayBuffer(make_world(1, 1, max_groups=1).buffer)
+    await buffer.submit([make_task(0), make_task(1)])
+    (start,), _ = await buffer.start(9)
+    waiting = asyncio.create_task(buffer.start(9))
+    rollouts = tuple(make_stored_rollout((0, 0, 4)) for _ in range(2))
+    await buffer.finished(Group(group_id=0, draw_id=start.draw_id, task=start.task, rollouts=rollouts))
+    await buffer.scored(0, (1.0, 0.0), (0, 1))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await buffer.take()
+    (next_start,), _ = await waiting
+    assert next_start.group_id == 1
 
 
 def test_a_restored_buffer_starts_what_was_lost_and_goes_on() -> None:

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from forgeasync.buffer import (
     BufferSnapshot,
     Candidate,
-    DropReason,
     LostSteps,
     SkipReason,
     Submission,
@@ -49,16 +48,6 @@ def plan(
     found = plan_restore(candidates, steps, at, groups_per_step=2, max_off_policy_steps=k)
     restored = [(one.prompt, one.attempt) for one in found.restored]
     return restored, list(found.batches), {reason: num for reason, num in found.left_out.items() if num}
-
-
-def test_lost_steps_are_made_again_and_what_waited_waits_again() -> None:
-    """From step 2: steps 3 and 4 are lost, and prompt 9 was complete."""
-    groups = [candidate(4, 2), candidate(5, 2), candidate(7, 3), candidate(6, 2, 3), candidate(9, 3, 4)]
-    assert plan(groups, lost((4, 5), (6, 7)), snapshot(2, 6, p4=0, p5=0)) == (
-        [(4, 0), (5, 0), (6, 0), (7, 0), (9, 0)],
-        [(4, 5), (6, 7)],
-        {},
-    )
 
 
 def test_from_the_first_step_that_lacks_a_group_on_weights_are_lost() -> None:
@@ -150,45 +139,13 @@ SECTIONS = [
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), options=st.sampled_from(SECTIONS))
 def test_a_killed_run_keeps_its_bounds_and_batches(data: st.DataObject, options: dict[str, object]) -> None:
-    """The world's ``take`` checks ages token by token, its book every prompt. No group is ever too young."""
+    """The world's ``take`` checks ages token by token, its ``resume`` batches, its book every prompt."""
     gps, k = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 3))
     section = BufferSection(**{"adapt_load": False} | options)
     world = LedgerWorld(groups_per_step=gps, k=k, section=section)
     world.checkpoint()
-    moves = ["decode", "complete", "complete", "take", "take", "serve", "fail", "checkpoint", "kill"]
     for _ in range(data.draw(st.integers(10, 60))):
-        world.start_all()
-        match data.draw(st.sampled_from(moves)):
-            case "decode" if world.sampling:
-                world.decode(data.draw(st.sampled_from(sorted(world.sampling))))
-            case "complete" if world.sampling:
-                group_id = data.draw(st.sampled_from(sorted(world.sampling)))
-                world.finish(group_id)
-                world.score(group_id)
-            case "take":
-                world.take()
-            case "serve":
-                world.serve(world.trainer_version)
-            case "fail" if world.sampling:
-                world.fail(data.draw(st.sampled_from(sorted(world.sampling))), DropReason.BAD_RECORD)
-            case "checkpoint":
-                world.checkpoint()
-            case "kill":
-                world.note()
-                missing = data.draw(st.sets(st.sampled_from(sorted(world.disk)))) if world.disk else ()
-                made, on_disk = dict(world.taken), set(world.disk) - set(missing)
-                world.resume(data.draw(st.integers(0, len(world.checkpoints) - 1)), missing=missing)
-                check_batches(world, made, on_disk)
-        world.note()
+        world.move(data.draw)
     for _ in range(gps + 1):
         world.finish_everything()
     assert world.take() is not None, "it goes on"
-
-
-def check_batches(world: LedgerWorld, made: dict[int, set[int]], on_disk: set[int]) -> None:
-    """The steps that were made before are made again with the same groups, as far as they are all there."""
-    plan, first = world.plans[-1], world.trainer_version + 1
-    for number, batch in enumerate(plan.batches):
-        assert made[first + number] == {one.draw_id for one in world.restored_of(batch)}
-    end = first + len(plan.batches)
-    assert not made.get(end, {None}) <= on_disk, f"step {end} could be made again"

@@ -166,15 +166,12 @@ def test_a_run_with_drops_and_a_resumption_is_proved(run: Path, verify: Verify) 
     assert out.splitlines()[-1] == "every prompt has exactly one end; metrics.jsonl agrees in 4 steps"
 
 
-def test_a_run_that_was_killed_has_open_prompts(tmp_path: Path, verify: Verify) -> None:
-    async def killed() -> None:
-        run = JournaledRun(tmp_path)
-        await run.step()
-        await run.sample()
-        await run.step(recorded=False)
-        await run.buffer.durable()
-
-    asyncio.run(killed())
+async def test_a_run_that_was_killed_has_open_prompts(tmp_path: Path, verify: Verify) -> None:
+    run = JournaledRun(tmp_path)
+    await run.step()
+    await run.sample()
+    await run.step(recorded=False)
+    await run.buffer.durable()
     with (tmp_path / "ledger.jsonl").open("ab") as file:
         file.write(b'{"n":')
     code, out = verify(tmp_path, "--json")
@@ -240,16 +237,13 @@ def test_the_last_step_before_an_interruption_needs_no_metrics(run: Path, verify
     assert code == 0 and "agrees in 3 steps" in out
 
 
-def test_a_resumed_run_without_a_ledger_begins_one_at_its_step(
+async def test_a_resumed_run_without_a_ledger_begins_one_at_its_step(
     run: Path, last: CheckpointedBuffer, verify: Verify
 ) -> None:
-    async def resumed() -> None:
-        again = JournaledRun(run, last)
-        await again.step()
-        await again.buffer.end()
-
     (run / "ledger.jsonl").unlink()
-    asyncio.run(resumed())
+    again = JournaledRun(run, last)
+    await again.step()
+    await again.buffer.end()
     code, out = verify(run, "--json")
     said = json.loads(out)
     assert code == 0 and said["begins_after_step"] == 4 and said["step"] == 5

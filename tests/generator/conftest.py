@@ -1,15 +1,26 @@
 """Models, prompts and a witness that many tests of engines share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from forgeasync.config import ModelFacts
 from forgeasync.generator import SequenceReader
+from forgeasync.models import read_model_facts
 from forgeasync.testing import write_tiny_model
+
+
+class Seen(SimpleNamespace):
+    """What scenarios in a process of their own have shown."""
+
+
+Models = Mapping[int, torch.nn.Module]
+"""By version."""
 
 
 @pytest.fixture(scope="session")
@@ -33,8 +44,14 @@ def reader(tokenizer: PreTrainedTokenizerBase) -> SequenceReader:
 
 
 @pytest.fixture(scope="session")
-def models(folders: list[Path]) -> dict[int, torch.nn.Module]:
-    """transformers' models of the folders, by version."""
+def facts(folders: list[Path]) -> ModelFacts:
+    """What all the models have in common."""
+    return read_model_facts(str(folders[0]))
+
+
+@pytest.fixture(scope="session")
+def models(folders: list[Path]) -> Models:
+    """transformers' models of the folders."""
     return {
         version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for version, folder in enumerate(folders)

@@ -1,17 +1,14 @@
 """What the engine records, against transformers: routed experts and kept tokens of real vLLM rollouts."""
 
-import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from forgeasync.config import GeneratorSection, SamplingSection
-from forgeasync.models import read_model_facts
-from forgeasync.rollouts import KeptTokens, RecordError, Rollout, check_kept_tokens, check_rollout
-from tests.generator.conftest import collected, make_prompts
+from forgeasync.config import GeneratorSection, ModelFacts, SamplingSection
+from forgeasync.rollouts import KeptTokens, RecordError, check_kept_tokens, check_rollout
+from tests.generator.conftest import Models, Seen, collected, make_prompts
 from tests.support.engines import (
     RECORDS,
     assert_logprobs,
@@ -31,15 +28,8 @@ SAMPLINGS = {
 LENGTHS = (3, 9, 33, 60, 71, 112, 116, 120, 122, 126)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    rollouts: dict[str, list[Rollout]]
-    """By sampling, under chunked prefill, prefix hits and preemption."""
-    num_preemptions: int
-    num_prefix_hits: int
-
-
-async def _sample(folder: Path, vocab_size: int, compile: bool) -> Sampled:
+async def _sample(folder: Path, vocab_size: int, compile: bool) -> Seen:
+    """Rollouts by sampling, under chunked prefill, prefix hits and preemption."""
     # Room for 7 cache blocks, and prefill in chunks of 24 tokens.
     generator = GeneratorSection(
         max_num_seqs=24, max_num_batched_tokens=24, kv_cache_gib=0.0009, compile=compile
@@ -54,7 +44,7 @@ async def _sample(folder: Path, vocab_size: int, compile: bool) -> Sampled:
         for name, sampling in SAMPLINGS.items()
     }
     engine.shutdown()
-    return Sampled(
+    return Seen(
         rollouts=rollouts,
         num_preemptions=len(preemptions),
         num_prefix_hits=sum(answer[1] > 0 for answer in looked_up),
@@ -62,16 +52,13 @@ async def _sample(folder: Path, vocab_size: int, compile: bool) -> Sampled:
 
 
 @pytest.fixture(scope="module")
-def sampled(folders: list[Path], models: Mapping[int, torch.nn.Module]) -> Sampled:
-    return run_alone(_sample, folders[0], models[0].config.vocab_size, False)
+def sampled(folders: list[Path], facts: ModelFacts) -> Seen:
+    return run_alone(_sample, folders[0], facts.vocab_size, False)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_records_are_those_of_the_forward_pass(
-    sampled: Sampled, models: Mapping[int, torch.nn.Module], folders: list[Path], name: str
-) -> None:
+def test_records_are_the_forward_passes(sampled: Seen, models: Models, facts: ModelFacts, name: str) -> None:
     assert sampled.num_preemptions > 3 and sampled.num_prefix_hits > 3, "the crowd was no crowd"
-    facts = read_model_facts(str(folders[0]))
     for rollout in sampled.rollouts[name]:
         check_rollout(rollout, RECORDS, facts)
         reference = expected(models, rollout, recomputed=True)
@@ -104,20 +91,14 @@ def test_masks_of_ties_of_everything_and_of_nan() -> None:
         assert found.token_ids.tolist() == [0, 2, 3, 4, 0, 2] + [-1] * (others.stop - others.start)
         assert found.offsets.tolist()[:3] == [0, 4, 6]
     kept = KeptTokens.from_rows(rows, vocab_size=5)
-    for start, problem in ((0, "no distribution"), (1, "no distribution"), (2, None)):
-        part = kept.slice(start, 5)
-        drawn = np.zeros(5 - start, np.int32)
-        if problem is None:
-            check_kept_tokens(part, drawn, vocab_size=5)
-        else:
-            with pytest.raises(RecordError, match=f"{problem} at response token 0"):
-                check_kept_tokens(part, drawn, vocab_size=5)
+    check_kept_tokens(kept.slice(2, 5), np.zeros(3, np.int32), vocab_size=5)
+    for start in (0, 1):
+        with pytest.raises(RecordError, match="no distribution at response token 0"):
+            check_kept_tokens(kept.slice(start, 5), np.zeros(5 - start, np.int32), vocab_size=5)
 
 
 @pytest.mark.exhaustive
-def test_a_compiled_engine_records_the_same(
-    folders: list[Path], models: Mapping[int, torch.nn.Module]
-) -> None:
-    sampled = run_alone(_sample, folders[0], models[0].config.vocab_size, True)
+def test_a_compiled_engine_records_the_same(folders: list[Path], models: Models, facts: ModelFacts) -> None:
+    sampled = run_alone(_sample, folders[0], facts.vocab_size, True)
     for rollout in sampled.rollouts["cut"]:
         assert_routing(rollout, expected(models, rollout, recomputed=True))

@@ -4,20 +4,18 @@ One process runs all scenarios; the tests look at what came out.
 """
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase
 
-from forgeasync.config import GeneratorSection, Interruption, SamplingSection, WeightsSection
-from forgeasync.generator import SwapReport
-from forgeasync.models import read_model_facts
+from forgeasync.config import GeneratorSection, Interruption, ModelFacts, SamplingSection, WeightsSection
 from forgeasync.rollouts import EpisodeId, FinishReason, Rollout, SampledTurn, check_rollout
+from tests.generator.conftest import Models, Seen
 from tests.support.engines import (
     RECORDS,
     kept_by_definition,
@@ -28,6 +26,9 @@ from tests.support.engines import (
 )
 from tests.support.processes import run_alone
 
+if TYPE_CHECKING:
+    from forgeasync.generator import GeneratorEngine
+
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=26)
 GENERATOR = GeneratorSection(max_num_seqs=16, max_num_batched_tokens=48, kv_cache_gib=0.01)
 # A cache block holds 128 tokens: the second turn of these begins behind a full one.
@@ -36,48 +37,23 @@ GIVEN = np.array([7, 8, 9, 10], np.int32)
 TURN_TOKENS = 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    plain: list[Rollout]
-    """Two turns under one version."""
-    turns: list[SampledTurn]
-    """Of these, the last ones."""
-    branched: list[Rollout]
-    """A first turn, two turns together after it, one after the second of them, and another root."""
-    dropped: tuple[str, int, list[int]]
-    """What a turn of a dropped attempt raises, the requests left of it, and the branches of all attempts."""
-    early: tuple[list[int], list[str], int]
-    """Tokens of the branches of a group that was taken within a turn, what that turn and one after it raise,
-    and the requests left."""
-    between: list[Rollout]
-    """Other weights came between the turns."""
-    resumed: list[Rollout]
-    """Other weights came within the first turn, which ended and was resumed, and again within the second."""
-    progress: list[SwapReport]
-    """Of the update between the turns of ``between`` and of one within their second turns."""
-    cancelled: list[str]
-    """What turns of cancelled and dropped groups raise."""
-    num_groups_left: int
-    num_requests_left: int
+class Scenarios:
+    """What episodes of an engine do; their ids are those of ``PROMPTS``."""
 
+    def __init__(self, engine: "GeneratorEngine") -> None:
+        from forgeasync.generator import EngineEpisodes
 
-async def _observe(folders: list[Path]) -> Observed:
-    from forgeasync.generator import EngineEpisodes
-
-    weights = [load_file(folder / "model.safetensors") for folder in folders]
+        self.engine = engine
+        self.episodes = EngineEpisodes(engine)
 
     def turns(
-        episodes: EngineEpisodes,
-        group_id: int,
-        given: list[np.ndarray],
-        *,
-        after: int | None = None,
-        attempts: tuple[int, ...] = (0, 0, 0),
+        self, group_id: int, given: list[np.ndarray], *, after: int | None = None, attempt: int = 0
     ) -> "asyncio.Future[list[SampledTurn]]":
+        """A turn of each episode of a group; ``attempt`` is that of the first one."""
         return asyncio.gather(
             *(
-                episodes.add_turn(
-                    EpisodeId(group_id=group_id, index=index, attempt=attempts[index]),
+                self.episodes.add_turn(
+                    EpisodeId(group_id=group_id, index=index, attempt=0 if index else attempt),
                     after,
                     ids,
                     sampling=SAMPLING,
@@ -88,113 +64,108 @@ async def _observe(folders: list[Path]) -> Observed:
             )
         )
 
-    async def take(episodes: EngineEpisodes, group_id: int, num: int) -> list[Rollout]:
-        ids = [EpisodeId(group_id=group_id, index=index) for index in range(num)]
-        trees = await episodes.take(group_id, ids)
-        return [branch for (branch,) in trees]
+    async def take(self, group_id: int) -> list[Rollout]:
+        """The only branch of each episode of a group."""
+        ids = [EpisodeId(group_id=group_id, index=index) for index in range(len(PROMPTS))]
+        return [branch for (branch,) in await self.episodes.take(group_id, ids)]
 
-    async def branches(episodes: EngineEpisodes) -> list[Rollout]:
-        await turns(episodes, 20, PROMPTS[1:2])
-        await asyncio.gather(turns(episodes, 20, [GIVEN], after=0), turns(episodes, 20, [GIVEN[:2]], after=0))
-        await turns(episodes, 20, [GIVEN], after=2)
-        await turns(episodes, 20, PROMPTS[:1])
-        (tree,) = await episodes.take(20, [EpisodeId(group_id=20, index=0)])
+    async def num_running(self) -> int:
+        return await self.engine.between_steps(lambda core: len(core.scheduler.requests))
+
+    async def branches(self) -> list[Rollout]:
+        """A first turn, two turns together after it, one after the second of them, and another root."""
+        await self.turns(20, PROMPTS[1:2])
+        await asyncio.gather(self.turns(20, [GIVEN], after=0), self.turns(20, [GIVEN[:2]], after=0))
+        await self.turns(20, [GIVEN], after=2)
+        await self.turns(20, PROMPTS[:1])
+        (tree,) = await self.episodes.take(20, [EpisodeId(group_id=20, index=0)])
         return list(tree)
 
-    async def drop_attempt(episodes: EngineEpisodes) -> tuple[str, int, list[int]]:
-        """The first attempt is dropped within a turn; the second one is taken, with a sibling."""
-        first, second = (EpisodeId(group_id=30, index=0, attempt=attempt) for attempt in (0, 1))
-        sibling = EpisodeId(group_id=30, index=1)
+    async def drop_attempt(self) -> tuple[str, int, list[int]]:
+        """The first attempt is dropped within a turn; the second one is taken, with a sibling.
 
-        lost = asyncio.ensure_future(turns(episodes, 30, PROMPTS[:1]))
-        await let_decode(engine, 2)
-        await episodes.drop_episode(first)
+        Returns what the turn raises, the requests left of it, and the number of branches of all attempts.
+        """
+        first, second = (EpisodeId(group_id=30, index=0, attempt=attempt) for attempt in (0, 1))
+        lost = asyncio.ensure_future(self.turns(30, PROMPTS[:1]))
+        await let_decode(self.engine, 2)
+        await self.episodes.drop_episode(first)
         (error,) = await asyncio.gather(lost, return_exceptions=True)
-        num_left = await num_running()
-        await turns(episodes, 30, PROMPTS[:1] * 2, attempts=(1, 0))
-        trees = await episodes.take(30, [first, second, sibling])
+        num_left = await self.num_running()
+        await self.turns(30, PROMPTS[:1] * 2, attempt=1)
+        trees = await self.episodes.take(30, [first, second, EpisodeId(group_id=30, index=1)])
         return type(error).__name__, num_left, [len(tree) for tree in trees]
 
-    async def take_early(episodes: EngineEpisodes) -> tuple[list[int], list[str], int]:
+    async def take_early(self, folder: Path) -> tuple[list[int], list[str], int]:
         """A group is taken while the second turn is under way, of which weights have ended a first part.
 
-        Under weights that make one token certain, no turn ends before its limit.
+        Under weights that make one token certain, no turn ends before its limit. Returns the tokens of the
+        branches, what that turn and one after it raise, and the requests left.
         """
-        await update(engine, 3, revealing_weights(folders[0], 3))
-        await turns(episodes, 40, PROMPTS[:1])
-        late = asyncio.ensure_future(turns(episodes, 40, [GIVEN], after=0))
-        await let_decode(engine, 2)
-        await update(engine, 4, revealing_weights(folders[0], 4))
-        await let_decode(engine, 1)
-        (tree,) = await episodes.take(40, [EpisodeId(group_id=40, index=0)])
-        after = asyncio.ensure_future(turns(episodes, 40, [GIVEN], after=0))
+        await update(self.engine, 3, revealing_weights(folder, 3))
+        await self.turns(40, PROMPTS[:1])
+        late = asyncio.ensure_future(self.turns(40, [GIVEN], after=0))
+        await let_decode(self.engine, 2)
+        await update(self.engine, 4, revealing_weights(folder, 4))
+        await let_decode(self.engine, 1)
+        (tree,) = await self.episodes.take(40, [EpisodeId(group_id=40, index=0)])
+        after = asyncio.ensure_future(self.turns(40, [GIVEN], after=0))
         errors = await asyncio.gather(late, after, return_exceptions=True)
-        num_left = await num_running()
+        num_left = await self.num_running()
         return [one.num_response_tokens for one in tree], [type(one).__name__ for one in errors], num_left
 
-    async def num_running() -> int:
-        return await engine.between_steps(lambda core: len(core.scheduler.requests))
+
+async def _observe(folders: list[Path]) -> Seen:
+    seen = Seen()
+    weights = [load_file(folder / "model.safetensors") for folder in folders]
+    given = [GIVEN] * len(PROMPTS)
 
     engine = await start_engine(folders[0], GENERATOR)
-    episodes = EngineEpisodes(engine)
-    dropped = await drop_attempt(episodes)
-    given = [GIVEN] * len(PROMPTS)
-    await turns(episodes, 0, PROMPTS)
-    last_turns = await turns(episodes, 0, given, after=0)
-    plain = await take(episodes, 0, len(PROMPTS))
-    branched = await branches(episodes)
-
-    await turns(episodes, 2, PROMPTS)
-    progress = [await update(engine, 1, weights[1])]
-    running = asyncio.ensure_future(turns(episodes, 2, given, after=0))
+    one = Scenarios(engine)
+    seen.dropped = await one.drop_attempt()
+    # Two turns under one version.
+    await one.turns(0, PROMPTS)
+    seen.last_turns = await one.turns(0, given, after=0)
+    seen.plain = await one.take(0)
+    seen.branched = await one.branches()
+    # Other weights come between the turns, and again within the second ones.
+    await one.turns(2, PROMPTS)
+    seen.reports = [await update(engine, 1, weights[1])]
+    running = asyncio.ensure_future(one.turns(2, given, after=0))
     await let_decode(engine, 2)
-    progress.append(await update(engine, 2, weights[1]))
+    seen.reports.append(await update(engine, 2, weights[1]))
     await running
-    between = await take(episodes, 2, len(PROMPTS))
-
-    await turns(episodes, 3, PROMPTS)
+    seen.between = await one.take(2)
+    # Turns of cancelled and dropped groups.
+    await one.turns(3, PROMPTS)
     await engine.cancel([3])
-    running = asyncio.ensure_future(turns(episodes, 4, PROMPTS))
+    running = asyncio.ensure_future(one.turns(4, PROMPTS))
     await let_decode(engine, 2)
-    await episodes.drop(4)
-    attempts = (turns(episodes, 3, given[:1], after=0), running, turns(episodes, 4, PROMPTS[:1]))
-    cancelled = await asyncio.gather(*attempts, return_exceptions=True)
-    await episodes.drop(3)
-    num_requests = await num_running()
-    num_groups = len(engine._groups._groups)
-
+    await one.episodes.drop(4)
+    attempts = (one.turns(3, given[:1], after=0), running, one.turns(4, PROMPTS[:1]))
+    errors = await asyncio.gather(*attempts, return_exceptions=True)
+    await one.episodes.drop(3)
+    seen.cancelled = [type(error).__name__ for error in errors]
+    seen.num_left = await one.num_running() + len(engine._groups._groups)
     engine.shutdown()
 
-    engine = await start_engine(
-        folders[0], GENERATOR, WeightsSection(interruption=Interruption.ABORT_AND_RESUME)
-    )
-    episodes = EngineEpisodes(engine)
+    # Other weights come within the first turn, which ends and is resumed, and again within the second.
+    resuming = WeightsSection(interruption=Interruption.ABORT_AND_RESUME)
+    engine = await start_engine(folders[0], GENERATOR, resuming)
+    one = Scenarios(engine)
     for version, ids in ((1, PROMPTS), (2, given)):
-        after = None if version == 1 else 0
-        running = asyncio.ensure_future(turns(episodes, 0, list(ids), after=after))
+        running = asyncio.ensure_future(one.turns(0, ids, after=None if version == 1 else 0))
         await let_decode(engine, 3)
         await update(engine, version, weights[version])
         await running
-    resumed = await take(episodes, 0, len(PROMPTS))
-    early = await take_early(episodes)
+    seen.resumed = await one.take(0)
+    seen.early = await one.take_early(folders[0])
     engine.shutdown()
-    return Observed(
-        plain=plain,
-        branched=branched,
-        dropped=dropped,
-        early=early,
-        turns=last_turns,
-        between=between,
-        resumed=resumed,
-        progress=progress,
-        cancelled=[type(one).__name__ for one in cancelled],
-        num_groups_left=num_groups,
-        num_requests_left=num_requests,
-    )
+    return seen
 
 
 @pytest.fixture(scope="module")
-def observed(folders: list[Path]) -> Observed:
+def observed(folders: list[Path]) -> Seen:
     return run_alone(_observe, folders)
 
 
@@ -207,7 +178,7 @@ def sampled_positions(rollout: Rollout) -> dict[int, int]:
 
 
 @torch.no_grad()
-def assert_recomputed(rollout: Rollout, models: Mapping[int, torch.nn.Module]) -> None:
+def assert_recomputed(rollout: Rollout, models: Models) -> None:
     """Log-probabilities, kept sets and routing of every token as the weights of its version make them.
 
     Where every request computes its prompt anew, a token attends to what its own weights made of the others.
@@ -239,11 +210,9 @@ def assert_recomputed(rollout: Rollout, models: Mapping[int, torch.nn.Module]) -
 
 
 def test_two_turns_are_one_trajectory(
-    observed: Observed, models: Mapping[int, torch.nn.Module], folders: list[Path]
+    observed: Seen, models: Models, facts: ModelFacts, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folders[0])
-    facts = read_model_facts(str(folders[0]))
-    for rollout, prompt, last in zip(observed.plain, PROMPTS, observed.turns, strict=True):
+    for rollout, prompt, last in zip(observed.plain, PROMPTS, observed.last_turns, strict=True):
         assert rollout.prompt_ids_P.tolist() == prompt.tolist()
         given = np.flatnonzero(~rollout.is_sampled_T)
         assert rollout.response_ids_T[given].tolist() == GIVEN.tolist()
@@ -253,17 +222,13 @@ def test_two_turns_are_one_trajectory(
         assert (last.finish_reason is FinishReason.STOP) == (last.last_id == tokenizer.eos_token_id)
         assert rollout.text == tokenizer.decode(rollout.response_ids_T, skip_special_tokens=True)
         assert rollout.finish_reason is last.finish_reason
-        assert rollout.routed_experts.is_recorded_S.tolist() == [True] * (
-            len(prompt) + len(rollout.response_ids_T) - 1
-        ) + [False]
+        unrecorded = np.flatnonzero(~rollout.routed_experts.is_recorded_S)
+        assert unrecorded.tolist() == [len(prompt) + len(rollout.response_ids_T) - 1], "the last token"
         check_rollout(rollout, RECORDS, facts)
         assert_recomputed(rollout, models)
 
 
-def test_branches_share_the_turns_before_them(
-    observed: Observed, models: Mapping[int, torch.nn.Module], folders: list[Path]
-) -> None:
-    facts = read_model_facts(str(folders[0]))
+def test_branches_share_the_turns_before_them(observed: Seen, models: Models, facts: ModelFacts) -> None:
     first, second, root = observed.branched
     num_first = len(PROMPTS[1]) + int(np.flatnonzero(~first.is_sampled_T)[0])
     assert first.prompt_ids_P.tolist() == PROMPTS[1].tolist()
@@ -279,9 +244,7 @@ def test_branches_share_the_turns_before_them(
         assert_recomputed(rollout, models)
 
 
-def test_weights_that_come_between_turns_change_the_next_turn_only(
-    observed: Observed, models: Mapping[int, torch.nn.Module]
-) -> None:
+def test_weights_that_come_between_turns_change_the_next_turn_only(observed: Seen, models: Models) -> None:
     same = {0: models[0], 1: models[1], 2: models[1]}
     for rollout in observed.between:
         versions = sampled_positions(rollout)
@@ -292,18 +255,16 @@ def test_weights_that_come_between_turns_change_the_next_turn_only(
     assert any(rollout.version_spans[-1].version == 2 for rollout in observed.between)
 
 
-def test_turns_that_are_interrupted_keep_what_was_first_computed(
-    observed: Observed, models: Mapping[int, torch.nn.Module]
-) -> None:
+def test_turns_that_are_interrupted_keep_what_was_first_computed(observed: Seen, models: Models) -> None:
     for rollout in observed.resumed:
         assert_recomputed(rollout, models)
     versions = [[span.version for span in rollout.version_spans] for rollout in observed.resumed]
     assert any({0, 1, 2} == set(of_one) for of_one in versions), versions
 
 
-def test_updates_tell_how_far_groups_of_episodes_are(observed: Observed) -> None:
+def test_updates_tell_how_far_groups_of_episodes_are(observed: Seen) -> None:
     """Between turns nothing runs; within the second one, tokens of the first count."""
-    between, within = observed.progress
+    between, within = observed.reports
     assert between.progress == ()
     (progress,) = within.progress
     assert progress.group_id == 2 and progress.num_running >= 1
@@ -311,8 +272,8 @@ def test_updates_tell_how_far_groups_of_episodes_are(observed: Observed) -> None
     assert progress.num_tokens > first_turns
 
 
-def test_what_is_given_up_ends_and_leaves_nothing(observed: Observed) -> None:
+def test_what_is_given_up_ends_and_leaves_nothing(observed: Seen) -> None:
     assert observed.dropped == ("GroupCancelled", 0, [0, 1, 1]), "its group goes on"
     assert observed.early == ([TURN_TOKENS], ["GroupCancelled"] * 2, 0), "taken within a turn"
     assert observed.cancelled == ["GroupCancelled"] * 3
-    assert observed.num_groups_left == observed.num_requests_left == 0
+    assert observed.num_left == 0, "no group, no request"

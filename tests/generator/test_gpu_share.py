@@ -135,35 +135,29 @@ def set_up(**fields: Any) -> None:
 
 
 @pytest.mark.parametrize("share_gpu", [False, True])
-def test_only_on_a_shared_gpu_engines_wait_for_the_trainer_and_fail_with_it(
-    share_gpu: bool, tmp_path: Path
-) -> None:
+async def test_engines_wait_for_the_trainer_only_on_a_shared_gpu(share_gpu: bool, tmp_path: Path) -> None:
     config, model = tiny(tmp_path)
     config = config.model_copy(update={"launcher": LocalLauncher(share_gpu=share_gpu)})
 
     def allot(role: HostRole, num_procs: int, *, gpus_per_proc: int) -> None:
         raise SetUp(role)
 
-    async def scenario() -> bool:
-        trainer, failed = (asyncio.get_running_loop().create_future() for _ in range(2))
-        failed.set_exception(ValueError("no weights"))
-        manager = cast(ProcessManager, SimpleNamespace(hosts=SimpleNamespace(allot=allot)))
-        shape = read_model_facts(str(model))
-        starting, beside_a_failure = (
-            asyncio.ensure_future(start_generators(manager, config, shape, model, starting_trainer=one))
-            for one in (trainer, failed)
-        )
-        await asyncio.wait([starting], timeout=0.0)
-        await asyncio.sleep(0)
-        has_waited = not starting.done()
-        trainer.set_result(None)
-        with pytest.raises(SetUp, match=HostRole.GENERATORS):
-            await starting
-        with pytest.raises(asyncio.CancelledError if share_gpu else SetUp):
-            await beside_a_failure
-        return has_waited
-
-    assert asyncio.run(scenario()) is share_gpu
+    trainer, failed = (asyncio.get_running_loop().create_future() for _ in range(2))
+    failed.set_exception(ValueError("no weights"))
+    manager = cast(ProcessManager, SimpleNamespace(hosts=SimpleNamespace(allot=allot)))
+    shape = read_model_facts(str(model))
+    starting, beside_a_failure = (
+        asyncio.ensure_future(start_generators(manager, config, shape, model, starting_trainer=one))
+        for one in (trainer, failed)
+    )
+    await asyncio.wait([starting], timeout=0.0)
+    await asyncio.sleep(0)
+    assert starting.done() is not share_gpu
+    trainer.set_result(None)
+    with pytest.raises(SetUp, match=HostRole.GENERATORS):
+        await starting
+    with pytest.raises(asyncio.CancelledError if share_gpu else SetUp):
+        await beside_a_failure
 
 
 def tiny(folder: Path) -> tuple[RunConfig, Path]:
@@ -174,38 +168,28 @@ def tiny(folder: Path) -> tuple[RunConfig, Path]:
     return load_config(file, [f"model.path={model}", f"teachers.{name}.model_path={model}"]), model
 
 
-@pytest.mark.parametrize("role", ["generators", "teachers"])
-def test_engines_are_started_with_their_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
-) -> None:
-    module = {"generators": "router", "teachers": "teachers"}[role]
-    monkeypatch.setattr(import_module(f"forgeasync.runtime.{module}"), "GeneratorSetup", set_up)
+async def test_engines_are_started_with_their_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("router", "teachers"):
+        monkeypatch.setattr(import_module(f"forgeasync.runtime.{module}"), "GeneratorSetup", set_up)
     config, model = tiny(tmp_path)
     shape = read_model_facts(str(model))
     (teacher,) = (items for _, items in teacher_memory(config, Machine.GPU))
-    planned = {"generators": generator_plan(config, shape).num_bytes, "teachers": total_bytes(teacher)}
-
-    async def start() -> None:
-        processes = ProcessManager(tmp_path / "logs")
+    processes = ProcessManager(tmp_path / "logs")
+    processes.payload_folders = [tmp_path]
+    asked: list[int] = []
+    for starting in (
+        start_generators(processes, config, shape, model),
+        start_teachers(processes, config, shape, prompts=None),
+    ):
         try:
-            if role == "teachers":
-                processes.payload_folders = [tmp_path]
-                await start_teachers(processes, config, shape, prompts=None)
-            else:
-                await start_generators(processes, config, shape, model)
+            await starting
         except* SetUp as stopped:
             asked.extend(error.args[0]["gpu_bytes"] for error in stopped.exceptions)
-        finally:
-            await processes.close()
-
-    asked: list[int] = []
-    asyncio.run(start())
-    assert asked == [least_bytes(planned[role])]
+    await processes.close()
+    assert asked == [least_bytes(generator_plan(config, shape).num_bytes), least_bytes(total_bytes(teacher))]
 
 
-def test_engines_of_process_reward_models_share_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_reward_engines_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_process_reward_model(tmp_path)
     monkeypatch.setattr(process_reward_engine.LLMEngine, "from_engine_args", lambda args: args)
     section = ProcessRewardModel(

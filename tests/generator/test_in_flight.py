@@ -8,18 +8,16 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from forgeasync.config import GeneratorSection, Interruption, SamplingSection, WeightsSection
-from forgeasync.models import read_model_facts
+from forgeasync.config import GeneratorSection, Interruption, ModelFacts, SamplingSection, WeightsSection
 from forgeasync.rollouts import (
     EpisodeId,
     FinishReason,
@@ -31,6 +29,7 @@ from forgeasync.rollouts import (
     group_turns,
     read_in_flight,
 )
+from tests.generator.conftest import Models, Seen
 from tests.generator.test_engine_episodes import assert_recomputed
 from tests.support.engines import RECORDS, assert_begins_with, let_decode, start_engine, update
 from tests.support.processes import ProcessFailed, run_alone
@@ -145,21 +144,11 @@ def _turn(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Survived:
-    continued: dict[int, tuple[Rollout, ...]]
-    """The groups of the engine that died, which go on under its last version and under one more."""
-    second_turns: list[SampledTurn]
-    """Of all episodes, asked for again."""
-    episodes: list[Rollout]
-    """Of two turns each."""
-    log: InFlightRead
-    """Of the engine that continued all, when it had ended."""
-
-
-async def _survive(folders: list[Path], data: dict[int, bytes], log: Path) -> Survived:
+async def _survive(folders: list[Path], data: dict[int, bytes], log: Path) -> Seen:
+    """The groups of the engine that died go on under its last version and under one more."""
     from forgeasync.generator import EngineEpisodes
 
+    seen = Seen()
     engine = await start_engine(folders[0], GENERATOR, RESUMING, in_flight=log)
     weights = [load_file(folder / "model.safetensors") for folder in folders]
     await update(engine, 1, weights[1])
@@ -173,20 +162,15 @@ async def _survive(folders: list[Path], data: dict[int, bytes], log: Path) -> Su
     )
     await let_decode(engine, 1)
     await update(engine, 2, weights[2])
-    continued = dict(zip(PROMPTS, await groups, strict=True))
-    second_turns = await turns
-    read = read_in_flight(log, [20, *PROMPTS])
-    trees = await episodes.take(20, EPISODES)
+    seen.continued = dict(zip(PROMPTS, await groups, strict=True))
+    seen.second_turns = await turns
+    seen.log = read_in_flight(log, [20, *PROMPTS])
+    seen.episodes = [branch for (branch,) in await episodes.take(20, EPISODES)]
     for group_id in (20, *PROMPTS):
         engine.forget_group(group_id)
     assert not read_in_flight(log, [20, *PROMPTS]).groups
     engine.shutdown()
-    return Survived(
-        continued=continued,
-        second_turns=second_turns,
-        episodes=[branch for (branch,) in trees],
-        log=read,
-    )
+    return seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +192,7 @@ def death(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Deat
 
 
 @pytest.fixture(scope="module")
-def survived(folders: list[Path], death: Death, tmp_path_factory: pytest.TempPathFactory) -> Survived:
+def survived(folders: list[Path], death: Death, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     log = tmp_path_factory.mktemp("survivor") / "log"
     return run_alone(_survive, folders, dict(death.log.groups), log)
 
@@ -251,15 +235,12 @@ def test_all_is_kept_but_the_step_of_the_death(death: Death) -> None:
     assert any(turn.ended is None and turn.num_tokens for turn in turns.values())
 
 
-def test_continued_groups_have_the_old_tokens_with_all_their_records(
-    death: Death, survived: Survived
-) -> None:
+def test_continued_groups_have_the_old_tokens_with_all_their_records(death: Death, survived: Seen) -> None:
     for (group_id, index), turn in turns_of(death.log).items():
-        rollout = survived.continued[group_id][index]
-        assert_begins_with(rollout, turn)
+        assert_begins_with(survived.continued[group_id][index], turn)
 
 
-def test_a_turn_that_is_asked_for_again_goes_on_from_its_tokens(death: Death, survived: Survived) -> None:
+def test_a_turn_that_is_asked_for_again_goes_on_from_its_tokens(death: Death, survived: Seen) -> None:
     logged = episodes_of(death.log)
     for episode, asked, rollout in zip(EPISODES, survived.second_turns, survived.episodes, strict=True):
         assert asked.turn == 1, "turns keep their numbers"
@@ -286,26 +267,24 @@ def test_a_turn_that_is_asked_for_again_goes_on_from_its_tokens(death: Death, su
 
 
 def test_every_token_is_what_the_weights_of_its_version_make(
-    survived: Survived, models: Mapping[int, torch.nn.Module], folders: list[Path]
+    survived: Seen, models: Models, facts: ModelFacts
 ) -> None:
-    facts = read_model_facts(str(folders[0]))
     eos = models[0].config.eos_token_id
     seen = set()
-    for rollout in (rollout for group in survived.continued.values() for rollout in group):
+    responses = [rollout for group in survived.continued.values() for rollout in group]
+    for rollout in (*responses, *survived.episodes):
         check_rollout(rollout, RECORDS, facts)
         assert_recomputed(rollout, models)
+    for rollout in responses:
         seen.add(tuple(span.version for span in rollout.version_spans))
         is_cut = rollout.finish_reason is FinishReason.LENGTH
         assert rollout.num_response_tokens <= SAMPLING.max_response_tokens
         assert is_cut == (rollout.response_ids_T[-1] != eos)
         assert not is_cut or rollout.num_response_tokens == SAMPLING.max_response_tokens
-    for rollout in survived.episodes:
-        check_rollout(rollout, RECORDS, facts)
-        assert_recomputed(rollout, models)
     assert any({0, 1} <= set(versions) for versions in seen) and any(2 in versions for versions in seen)
 
 
-def test_a_log_has_at_the_end_what_the_engine_has_sampled(death: Death, survived: Survived) -> None:
+def test_a_log_has_at_the_end_what_the_engine_has_sampled(death: Death, survived: Seen) -> None:
     """Also of what was sampled elsewhere, so that a second death loses nothing either."""
     turns = turns_of(survived.log)
     assert len(turns) == len(PROMPTS) * NUM_SAMPLES

@@ -3,19 +3,16 @@
 import errno
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerBase
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import FinishReason as EngineFinishReason
 from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
-from forgeasync.generator import PART_ARGUMENT, TURN_ARGUMENT, InFlightRecorder, SequenceReader, TurnEnd
+from forgeasync.generator import PART_ARGUMENT, TURN_ARGUMENT, InFlightRecorder
 from forgeasync.rollouts import (
-    FINISHES,
     BegunTurn,
     CaptureSpec,
     EndedTurn,
@@ -23,26 +20,13 @@ from forgeasync.rollouts import (
     FinishReason,
     InFlightRead,
     LoggedTurn,
-    TokenBatch,
     group_turns,
     in_flight,
     read_in_flight,
 )
-from tests.support.engines import flat_logprobs
 
 VOCABULARY = 50
 PROMPT = np.asarray([3, 4, 5], np.int32)
-
-
-def begun(group_id: int, index: int = 0) -> BegunTurn:
-    return BegunTurn(
-        key=0,
-        episode=EpisodeId(group_id=group_id, index=index),
-        number=0,
-        after=None,
-        num_tokens_before=0,
-        given_ids=PROMPT,
-    )
 
 
 class Engine:
@@ -54,7 +38,10 @@ class Engine:
         self.recorder = InFlightRecorder(self.folder, records=records, vocab_size=VOCABULARY)
 
     def begin(self, group_id: int, index: int = 0) -> int | None:
-        return self.recorder.begin_turn(begun(group_id, index))
+        episode = EpisodeId(group_id=group_id, index=index)
+        return self.recorder.begin_turn(
+            BegunTurn(key=0, episode=episode, number=0, after=None, num_tokens_before=0, given_ids=PROMPT)
+        )
 
     def start(self, request_id: str, *, group_id: int = 1) -> int:
         """A group with one turn and a request for it."""
@@ -239,58 +226,3 @@ def test_without_room_a_log_is_given_up_and_later_groups_begin_another(
     read = engine.read(1, 2, 3)
     assert read.groups.keys() == {3} and read.num_kept == 1
     assert engine.recorder.num_failures == 2
-
-
-def logged(ids: list[int], *, finish: FinishReason | None) -> LoggedTurn:
-    num = len(ids)
-    return LoggedTurn(
-        begun=begun(0),
-        batch=TokenBatch(
-            keys_N=np.zeros(num, np.int64),
-            ids_N=np.asarray(ids, np.int32),
-            logprobs_N=-np.asarray(ids, np.float32),
-            versions_N=np.full(num, 4, np.int32),
-            parts_N=np.zeros(num, np.int32),
-            finishes_N=np.asarray([0] * (num - 1) + [FINISHES.index(finish)], np.uint8),
-            num_rows_N=np.asarray([len(PROMPT), *[1] * (num - 1)], np.int32),
-            rows_RMK=np.zeros((len(PROMPT) + num - 1, 1, 1), np.uint8),
-            num_kept_N=np.zeros(num, np.int32),
-            kept_ids_J=np.zeros(0, np.int32),
-        ),
-        ended=None,
-    )
-
-
-def test_texts_that_end_a_turn_are_found_across_a_death(
-    reader: SequenceReader, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Its engine may have sampled further tokens, and died before anybody had looked for the text."""
-    ids = tokenizer("12=3;45=9#6", add_special_tokens=False)["input_ids"]
-    met = TurnEnd(finish_reason=FinishReason.STOP, has_end_token=False, stop_text="45")
-    for num_before in range(1, len(ids)):
-        trajectory = reader.new_trajectory()
-        trajectory.give(PROMPT)
-        end = reader.resume(trajectory, logged(ids[:num_before], finish=None), stop=("45",))
-        assert end == (met if num_before >= 7 else None)
-        if end is None:
-            rest = SimpleNamespace(
-                token_ids=ids[num_before:],
-                logprobs=flat_logprobs(ids[num_before:], [0.0] * len(ids[num_before:])),
-                weight_versions=[SimpleNamespace(version="5", start=0, end=len(ids) - num_before)],
-                routed_experts=np.zeros((len(PROMPT) + len(ids) - 1, 1, 1), np.uint8),
-                sampling_mask=None,
-                finish_reason="length",
-                stop_reason=None,
-            )
-            assert reader.grow(trajectory, rest, stop=("45",)) == met
-        assert trajectory.sampled_ids.tolist() == ids[:7]
-
-
-@pytest.mark.parametrize("finish", FinishReason)
-def test_a_turn_that_had_ended_with_its_last_token_has_ended(
-    reader: SequenceReader, finish: FinishReason
-) -> None:
-    trajectory = reader.new_trajectory()
-    trajectory.give(PROMPT)
-    end = reader.resume(trajectory, logged([5, 6], finish=finish), stop=())
-    assert end == TurnEnd(finish_reason=finish, has_end_token=finish is FinishReason.STOP)

@@ -5,7 +5,7 @@ version's. So each position of a score reveals which weights have computed it.
 """
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from forgeasync.config import GeneratorSection, WeightsSection, weights_of_teach
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import TeacherRecord
 from forgeasync.testing import write_tiny_model
+from tests.generator.conftest import Seen
 from tests.support.engines import NO_RECORDS, revealing_weights, start_engine, update
 from tests.support.processes import run_alone
 
@@ -41,17 +42,11 @@ def assert_reveals(record: TeacherRecord, version: int, num_tokens: int) -> None
     np.testing.assert_allclose(record.topk_TK[:, 0], expected, atol=1e-4)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """Records with the versions that the engine had when they were asked for and when they came."""
-
-    scores: list[tuple[int, TeacherRecord, int]]
-    num_cut: int
-    after_failure: TeacherRecord
-
-
 async def _score_under_updates(folder: Path, num_tokens: int) -> Seen:
-    """Scores without end beside updates, each of which waits only until some score has come."""
+    """Scores without end beside updates, each of which waits only until some score has come.
+
+    Records come with the versions that the engine had when they were asked for and when they came.
+    """
     from forgeasync.generator import score_given_ids, score_tokens
 
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Texts that end a response: where it ends, and that nothing else of it changes, with a real engine."""
+"""Where a response ends: by a text, by an engine's word, across swaps and deaths; all else of it stays."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,17 +11,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vllm.outputs import CompletionOutput
 
 from forgeasync.config import GeneratorSection, SamplingSection
-from forgeasync.generator import EngineEpisode, EngineTurn, SequenceReader
+from forgeasync.generator import EngineEpisode, EngineTurn, SequenceReader, TurnEnd
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import (
+    FINISHES,
+    BegunTurn,
     EpisodeId,
     FinishReason,
+    LoggedTurn,
     Rollout,
-    SampledTurn,
+    TokenBatch,
     VersionSpan,
     check_rollout,
 )
 from forgeasync.testing import write_tiny_model
+from tests.generator.conftest import Seen
 from tests.support.engines import RECORDS, flat_logprobs, start_engine
 from tests.support.processes import run_alone
 
@@ -30,15 +34,11 @@ PROMPT = np.arange(3, 9, dtype=np.int32)
 NUM_PAIRS = 3
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    pairs: list[tuple[Rollout, str, Rollout]]
-    """Free responses, a text in the middle of each, and the same draw again with it as the end."""
-    turns: list[SampledTurn]
-    """The last of these draws as turns of episodes: with that end, and free."""
+async def _sample(folder: Path) -> Seen:
+    """Free responses, a text in the middle of each, and the same draw again with it as the end.
 
-
-async def _sample(folder: Path) -> Sampled:
+    The last of these draws also as turns of episodes: with that end, and free.
+    """
     from forgeasync.generator import EngineEpisodes
 
     engine = await start_engine(folder, GeneratorSection(kv_cache_gib=0.01))
@@ -66,7 +66,7 @@ async def _sample(folder: Path) -> Sampled:
         for number, sampling in enumerate((ended, FREE))
     ]
     engine.shutdown()
-    return Sampled(pairs=pairs, turns=turns)
+    return Seen(pairs=pairs, turns=turns)
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +74,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=12.0)
 
 
+@pytest.fixture
+def ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return tokenizer("12=3;45=9#6", add_special_tokens=False)["input_ids"]
+
+
 @pytest.fixture(scope="module")
-def observed(folder: Path) -> Sampled:
+def observed(folder: Path) -> Seen:
     return run_alone(_sample, folder)
 
 
-def test_a_turn_says_which_text_ended_it(observed: Sampled) -> None:
+def test_a_turn_says_which_text_ended_it(observed: Seen) -> None:
     (free, stop, cut), (ended, whole) = observed.pairs[-1], observed.turns
     assert (ended.stop_text, ended.text, ended.finish_reason) == (stop, cut.text, FinishReason.STOP)
     assert ended.ids_T.tolist() == cut.response_ids_T.tolist()
     assert whole.stop_text is None and whole.text == free.text
 
 
-def test_a_response_ends_with_the_token_that_completes_the_text_and_is_otherwise_the_same_draw(
-    folder: Path, observed: Sampled
-) -> None:
+def test_a_response_ends_with_the_token_that_completes_the_text(folder: Path, observed: Seen) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     facts = read_model_facts(str(folder))
     assert len(observed.pairs) == NUM_PAIRS
@@ -143,11 +146,8 @@ def grown(
     return rollout, end.stop_text
 
 
-def test_a_text_that_two_parts_share_ends_the_response_too(
-    reader: SequenceReader, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_a_text_that_two_parts_share_ends_the_response_too(reader: SequenceReader, ids: list[int]) -> None:
     """vLLM looks for it in each part alone: a swap between two of its tokens would hide it."""
-    ids = tokenizer("12=3;45=9#6", add_special_tokens=False)["input_ids"]
     parts = [
         make_part(ids[:6], first_row=len(PROMPT), version=4, finish_reason="abort"),
         make_part(ids[6:], first_row=len(PROMPT) + 6, version=5, finish_reason="length"),
@@ -169,3 +169,57 @@ def test_a_text_that_two_parts_share_ends_the_response_too(
         whole, stop_text = grown(reader, parts, stop=stop)
         assert whole.text == "12=3;45=9#6" and whole.finish_reason is FinishReason.LENGTH
         assert stop_text is None
+
+
+def logged(ids: list[int], *, finish: FinishReason | None) -> LoggedTurn:
+    num = len(ids)
+    begun = BegunTurn(
+        key=0,
+        episode=EpisodeId(group_id=0, index=0),
+        number=0,
+        after=None,
+        num_tokens_before=0,
+        given_ids=PROMPT,
+    )
+    return LoggedTurn(
+        begun=begun,
+        batch=TokenBatch(
+            keys_N=np.zeros(num, np.int64),
+            ids_N=np.asarray(ids, np.int32),
+            logprobs_N=-np.asarray(ids, np.float32),
+            versions_N=np.full(num, 4, np.int32),
+            parts_N=np.zeros(num, np.int32),
+            finishes_N=np.asarray([0] * (num - 1) + [FINISHES.index(finish)], np.uint8),
+            num_rows_N=np.asarray([len(PROMPT), *[1] * (num - 1)], np.int32),
+            rows_RMK=np.zeros((len(PROMPT) + num - 1, 1, 1), np.uint8),
+            num_kept_N=np.zeros(num, np.int32),
+            kept_ids_J=np.zeros(0, np.int32),
+        ),
+        ended=None,
+    )
+
+
+def test_texts_that_end_a_turn_are_found_across_a_death(reader: SequenceReader, ids: list[int]) -> None:
+    """Its engine may have sampled further tokens, and died before anybody had looked for the text."""
+    met = TurnEnd(finish_reason=FinishReason.STOP, has_end_token=False, stop_text="45")
+    for num_before in range(1, len(ids)):
+        trajectory = reader.new_trajectory()
+        trajectory.give(PROMPT)
+        end = reader.resume(trajectory, logged(ids[:num_before], finish=None), stop=("45",))
+        assert end == (met if num_before >= 7 else None)
+        if end is None:
+            rest = make_part(
+                ids[num_before:], first_row=len(PROMPT) + num_before, version=5, finish_reason="length"
+            )
+            assert reader.grow(trajectory, rest, stop=("45",)) == met
+        assert trajectory.sampled_ids.tolist() == ids[:7]
+
+
+@pytest.mark.parametrize("finish", FinishReason)
+def test_a_turn_that_ended_with_its_last_token_is_over(
+    reader: SequenceReader, finish: FinishReason
+) -> None:
+    trajectory = reader.new_trajectory()
+    trajectory.give(PROMPT)
+    end = reader.resume(trajectory, logged([5, 6], finish=finish), stop=())
+    assert end == TurnEnd(finish_reason=finish, has_end_token=finish is FinishReason.STOP)

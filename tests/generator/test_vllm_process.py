@@ -3,9 +3,8 @@
 import os
 import subprocess
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -54,37 +53,27 @@ def test_cuda_is_not_asked_for_devices_before_the_engine_starts(tmp_path: Path) 
 
 
 async def _askers(folder: Path) -> list[str]:
-    """Who asks CUDA for devices between the import of a generator's actor and the start of its engine."""
+    """What CUDA is asked between the import of a generator's actor and the start of its engine."""
     from vllm.v1.engine.core import EngineCore
 
     import forgeasync.runtime.generator  # noqa: F401
 
-    askers: list[str] = []
+    names = ("_lazy_init", "device_count", "current_device", "get_device_properties", "init")
+    asked = {
+        name: mock.patch.object(torch.cuda, name, side_effect=getattr(torch.cuda, name)).start()
+        for name in names
+    }
     start = EngineCore.__init__
-
-    def note(name: str) -> Callable[..., object]:
-        real = getattr(torch.cuda, name)
-
-        def asked(*arguments: object, **named: object) -> object:
-            if not has_started:
-                askers.append(f"torch.cuda.{name}: {''.join(traceback.format_stack(limit=4)[:-1])}")
-            return real(*arguments, **named)
-
-        return asked
+    asked_before: list[list[str]] = []
 
     def starts(*arguments: object, **named: object) -> None:
-        has_started.append(True)
+        asked_before.append([name for name, one in asked.items() if one.called])
         start(*arguments, **named)
 
-    has_started: list[bool] = []
-    for name in ("_lazy_init", "device_count", "current_device", "get_device_properties", "init"):
-        setattr(torch.cuda, name, note(name))
     EngineCore.__init__ = starts
-
     engine = await start_engine(folder, GeneratorSection(max_num_seqs=4, kv_cache_gib=0.02))
     engine.shutdown()
-    assert has_started
-    return askers
+    return asked_before[0]
 
 
 def test_as_likely_tokens_are_counted_by_row() -> None:

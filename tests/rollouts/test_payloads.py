@@ -1,11 +1,14 @@
-"""Payloads: what is written comes back or is refused, and what dying writers and readers leave behind."""
+"""Payloads: what is written comes back or is refused, also between hosts, and what the dying leave behind."""
 
+import asyncio
 import errno
 import multiprocessing
 import os
 import random
 import signal
+import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +21,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from monarch.actor import Actor, concurrent_endpoint, this_host
+from monarch.rdma import RDMABuffer
 
 from forgeasync.buffer import DropReason
 from forgeasync.rollouts import (
@@ -26,9 +31,11 @@ from forgeasync.rollouts import (
     PayloadNotFound,
     PayloadReader,
     PayloadRef,
+    PayloadServer,
     PayloadStoreFull,
     PayloadTorn,
     PayloadWriter,
+    RemotePayloadReader,
     create_run_folder,
     group_num_bytes,
     measure,
@@ -36,7 +43,7 @@ from forgeasync.rollouts import (
     remove_run_folder,
     write_into,
 )
-from forgeasync.runtime import RefusedGroup, SampledRollout, store_group
+from forgeasync.runtime import RefusedGroup, SampledRollout, spawn_role, store_group
 from tests.support.payloads import HOST, MIB, assert_same, make_payload, read_for_ever, write_and_die
 from tests.support.rollouts import make_rollout
 
@@ -150,9 +157,7 @@ def one_group(writer: PayloadWriter) -> int:
     return group_num_bytes(writer.write_group([make_payload(0)]))
 
 
-def test_a_group_is_one_file_and_every_payload_is_read_by_its_reference(
-    folder: Path, writer: PayloadWriter
-) -> None:
+def test_a_group_is_one_file_and_payloads_are_read_by_reference(folder: Path, writer: PayloadWriter) -> None:
     payloads = [make_payload(seed, num_tokens=100 * seed) for seed in range(5)]
     refs = writer.write_group(payloads)
     (file,) = folder.iterdir()
@@ -204,26 +209,19 @@ def test_a_damaged_payload_is_torn_and_its_neighbours_are_not(writer: PayloadWri
     assert_same(reader.read(refs[0]), make_payload(0))
 
 
-def test_capacity_is_never_exceeded(folder: Path, one_group: int) -> None:
-    writer = PayloadWriter(folder, HOST, 2 * one_group)
-    (first,) = writer.write_group([make_payload(0)])
-    writer.write_group([make_payload(0)])
-    with pytest.raises(PayloadStoreFull) as caught:
-        writer.write_group([make_payload(0)])
-    for number in (2 * one_group, one_group):
-        assert f"{number:,}" in str(caught.value)
-    assert writer.num_bytes_held == 2 * one_group
-    writer.free(first.file)
-    writer.write_group([make_payload(0)])
-
-
 def test_threads_cannot_exceed_the_capacity_together(folder: Path, one_group: int) -> None:
-    limited = PayloadWriter(folder, HOST, 3 * one_group)
+    writer = PayloadWriter(folder, HOST, 3 * one_group)
     with ThreadPoolExecutor(12) as threads:
-        written = [threads.submit(limited.write_group, [make_payload(0)]) for _ in range(12)]
+        written = [threads.submit(writer.write_group, [make_payload(0)]) for _ in range(12)]
     failures = [one.exception() for one in written if one.exception() is not None]
     assert [type(one) for one in failures] == [PayloadStoreFull] * 9
-    assert limited.num_bytes_held == 3 * one_group and len(list(folder.iterdir())) == 4
+    for number in (3 * one_group, one_group):
+        assert f"{number:,}" in str(failures[0])
+    assert writer.num_bytes_held == 3 * one_group and len(list(folder.iterdir())) == 4
+    # What is freed can be written again.
+    (ref,) = next(one.result() for one in written if one.exception() is None)
+    writer.free(ref.file)
+    writer.write_group([make_payload(0)])
 
 
 @pytest.mark.parametrize(
@@ -303,3 +301,144 @@ def test_a_group_that_its_writer_has_no_room_for_is_refused_alone(folder: Path) 
     assert "group 7: a group needs 65,536 bytes; payloads of this generator" in refused.problem
     assert writer.num_bytes_held == held, "nothing of it stays"
     assert isinstance(store_group(writer, rollouts[:1], group_id=8, generator_rank=3), tuple)
+
+
+NUM_TOKENS = (500, 0, 60_000, 1)
+"""Of the payloads of the first group; the reader's memory grows and is reused."""
+
+
+class Owner(Actor):
+    """A generator, as far as its payloads go."""
+
+    def __init__(self, folder: Path) -> None:
+        warnings.simplefilter("ignore")  # that there is no RDMA hardware
+        self._writer = PayloadWriter(folder, HOST, 64 * MIB)
+        self._server = PayloadServer(self._writer)
+
+    @concurrent_endpoint
+    async def write_group(self, num_tokens: tuple[int, ...]) -> list[PayloadRef]:
+        return self._writer.write_group([make_payload(i, num) for i, num in enumerate(num_tokens)])
+
+    @concurrent_endpoint
+    async def expose(self, ref: PayloadRef) -> RDMABuffer:
+        return self._server.expose(ref)
+
+    @concurrent_endpoint
+    async def free(self, file: str) -> None:
+        await self._server.free(file)
+
+    @concurrent_endpoint
+    async def num_mappings(self, file: str) -> int:
+        """How often ``file`` (freed or not) is mapped in this process."""
+        return Path("/proc/self/maps").read_text(encoding="utf-8").count(file)
+
+    @concurrent_endpoint
+    async def is_same_registration(self, ref: PayloadRef) -> bool:
+        return self._server.expose(ref) is self._server.expose(ref)
+
+
+class Remote(Actor):
+    """A trainer rank on another host."""
+
+    def __init__(self, owner: Owner, folder: Path) -> None:
+        self._owner = owner
+        self._reader = RemotePayloadReader(timeout_s=250)
+
+        def forbid(event: str, arguments: tuple[object, ...]) -> None:
+            if event == "open" and str(folder) in str(arguments[0]):
+                raise PermissionError(f"{arguments[0]} is on another host")
+
+        sys.addaudithook(forbid)
+
+    @concurrent_endpoint
+    async def read(
+        self, *refs: PayloadRef, freed_in_between: bool = False
+    ) -> list[dict[str, np.ndarray] | BaseException]:
+        """All of them at once; the owner may free files after it has exposed them."""
+
+        async def expose(asked: PayloadRef) -> RDMABuffer:
+            handle = await self._owner.expose.call_one(asked)
+            if freed_in_between:
+                await self._owner.free.call_one(asked.file)
+            return handle
+
+        return await asyncio.gather(*(self._reader.read(ref, expose) for ref in refs), return_exceptions=True)
+
+    @concurrent_endpoint
+    async def open_directly(self, ref: PayloadRef) -> bool:
+        """Whether the file of ``ref`` can be opened here."""
+        try:
+            PayloadReader(HOST).read(ref)
+        except PermissionError:
+            return False
+        return True
+
+
+def _flip(ref: PayloadRef, position: int) -> None:
+    with open(ref.file, "r+b") as file:
+        file.seek(ref.offset + position)
+        (byte,) = file.read(1)
+        file.seek(ref.offset + position)
+        file.write(bytes([byte ^ 1]))
+
+
+async def read_remotely(folder: Path) -> None:
+    owner_mesh = spawn_role(this_host(), "payload_owner", num_procs=1)
+    remote_mesh = spawn_role(this_host(), "payload_remote", num_procs=1)
+    try:
+        owner = owner_mesh.spawn("payload_owner", Owner, folder)
+        remote = remote_mesh.spawn("payload_remote", Remote, owner, folder)
+        refs = await owner.write_group.call_one(NUM_TOKENS)
+        payloads = [make_payload(index, num_tokens) for index, num_tokens in enumerate(NUM_TOKENS)]
+        one_by_one = [found for ref in refs for found in await remote.read.call_one(ref)]
+        at_once = await remote.read.call_one(*refs[::-1])
+        for found, payload in zip([*one_by_one, *at_once], [*payloads, *payloads[::-1]], strict=True):
+            assert_same(found, payload)
+
+        # Registrations are reused, and go with the file.
+        assert await owner.is_same_registration.call_one(refs[0])
+        assert await owner.num_mappings.call_one(refs[0].file) == len(NUM_TOKENS)
+        await owner.free.call_one(refs[0].file)
+        # A thread that has just served a read may hold its mapping a moment longer.
+        while await owner.num_mappings.call_one(refs[0].file):
+            await asyncio.sleep(0.1)
+
+        header, body, short, freed = [(await owner.write_group.call_one((500,)))[0] for _ in range(4)]
+        _flip(header, 3)
+        _flip(body, 200)
+        os.truncate(short.file, 100)
+        for ref, kind, says in (
+            (refs[0], PayloadNotFound, "found nothing"),
+            (header, PayloadTorn, "magic should be"),
+            (body, PayloadTorn, "checksum of the body should be"),
+            (short, PayloadTorn, "but is 100"),
+            (freed, PayloadNotFound, "found nothing"),
+        ):
+            (failure,) = await remote.read.call_one(ref, freed_in_between=ref is freed)
+            assert type(failure) is kind, repr(failure)
+            assert says in str(failure) and ref.payload_id in str(failure)
+
+        (good,) = await owner.write_group.call_one((700,))
+        (found,) = await remote.read.call_one(good)
+        assert_same(found, make_payload(0, 700))
+        assert not await remote.open_directly.call_one(good), "the guard of this test does not work"
+    finally:
+        await remote_mesh.stop()
+        await owner_mesh.stop()
+
+
+@pytest.mark.processes
+def test_payloads_arrive_whole_without_the_file_and_lost_ones_are_named() -> None:
+    folder = create_run_folder(64 * MIB)
+    try:
+        asyncio.run(read_remotely(folder))
+    finally:
+        remove_run_folder(folder)
+
+
+def test_a_server_shows_no_files_of_other_folders(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    here, elsewhere = (PayloadWriter(folder, HOST, MIB) for folder in (tmp_path, tmp_path / "other"))
+    (ref,) = elsewhere.write_group([make_payload(0)])
+    with pytest.raises(PayloadNotFound, match=ref.payload_id):
+        PayloadServer(here).expose(ref)

@@ -46,16 +46,22 @@ def through_memory(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
     num_experts=st.sampled_from([8, 256, 300]),
     is_recorded=st.booleans(),
+    is_shared=st.booleans(),
 )
 def test_any_group_survives_the_codec(
-    seed: int, num_prompt_tokens: int, lengths: list[int], num_experts: int, is_recorded: bool
+    seed: int,
+    num_prompt_tokens: int,
+    lengths: list[int],
+    num_experts: int,
+    is_recorded: bool,
+    is_shared: bool,
 ) -> None:
     facts = dataclasses.replace(FACTS, num_experts=num_experts)
     made = [
         make_rollout(seed + i, num_prompt_tokens, length, facts=facts) for i, length in enumerate(lengths)
     ]
-    # Siblings share a prompt, and some of them its record.
-    changes = {"prompt_ids_P": made[0].prompt_ids_P}
+    # Siblings share a prompt and some of them its record, but for episodes that begin differently.
+    changes = {"prompt_ids_P": made[0].prompt_ids_P} if is_shared else {}
     if not is_recorded:
         changes |= {"routed_experts": None, "kept_tokens": None}
     rollouts = [dataclasses.replace(one, **changes) for one in [*made, made[0]]]

@@ -5,7 +5,6 @@ import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -239,17 +238,3 @@ def test_without_records_there_are_none() -> None:
     rollout = branch.rollout(text="", finish_reason=FinishReason.STOP)
     assert rollout.routed_experts is None and rollout.kept_tokens is None and rollout.is_sampled_T is None
     assert rollout.version_spans == (VersionSpan(version=3, start=0, end=2),)
-
-
-@pytest.mark.parametrize("records_routing", [True, False])
-def test_episodes_that_begin_differently_keep_their_own_prompts(records_routing: bool) -> None:
-    """Without routing records nothing but the ids tells prompts apart."""
-    rollouts = []
-    for seed in (0, 1, 0):
-        turn = Turn(after=0, num_given=2, requests=(2,), swap_before=False, swap_after=None)
-        (rollout,) = play(seed, [turn]).rollouts
-        rollouts.append(rollout if records_routing else dataclasses.replace(rollout, routed_experts=None))
-    payload = encode_group(rollouts)
-    assert payload.prompt_of == (0, 1, 0)
-    for rollout, index in zip(rollouts, payload.prompt_of, strict=True):
-        assert payload.prompts[index]["ids"].tolist() == rollout.prompt_ids_P.tolist()

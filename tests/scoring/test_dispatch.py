@@ -1,5 +1,7 @@
 """Which scorer gets which response: every response ends once, whatever scorers do meanwhile."""
 
+from collections import Counter
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -39,8 +41,7 @@ class Scoring(RuleBasedStateMachine):
         self.stale: list[Assignment] = []
         self.open: set[int] = set()
         self.ended: dict[int, Fate] = {}
-        self.failures: dict[int, int] = {}
-        self.losses: dict[int, int] = {}
+        self.failures, self.losses = Counter[int](), Counter[int]()
         self.num_discarded = 0
 
     def note(self, assignment: Assignment, fate: Fate) -> None:
@@ -50,9 +51,6 @@ class Scoring(RuleBasedStateMachine):
             assert assignment.item not in self.ended, "it ends once"
             self.ended[assignment.item] = fate
             self.open.discard(assignment.item)
-
-    def pick(self, data: st.DataObject) -> Assignment:
-        return self.current[data.draw(st.sampled_from(sorted(self.current)))]
 
     @rule()
     def submit(self) -> None:
@@ -71,33 +69,27 @@ class Scoring(RuleBasedStateMachine):
             self.current[assignment.item] = assignment
 
     @precondition(lambda self: self.current)
-    @rule(data=st.data())
-    def score(self, data: st.DataObject) -> None:
-        one = self.pick(data)
-        self.note(one, self.dispatcher.scored(one))
-        assert self.ended[one.item] is Fate.SCORED
-
-    @precondition(lambda self: self.current)
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
-        one = self.pick(data)
-        self.failures[one.item] = self.failures.get(one.item, 0) + 1
-        fate = self.dispatcher.failed(one, self.now_s)
-        assert (fate is Fate.GIVEN_UP) == (self.failures[one.item] == SECTION.max_attempts)
+    @rule(data=st.data(), answer=st.sampled_from(["scored", "failed", "deferred"]))
+    def answer(self, data: st.DataObject, answer: str) -> None:
+        one = self.current[data.draw(st.sampled_from(sorted(self.current)))]
+        match answer:
+            case "scored":
+                fate = self.dispatcher.scored(one)
+                assert fate is Fate.SCORED
+            case "failed":
+                self.failures[one.item] += 1
+                fate = self.dispatcher.failed(one, self.now_s)
+                assert (fate is Fate.GIVEN_UP) == (self.failures[one.item] == SECTION.max_attempts)
+            case _:
+                fate = self.dispatcher.deferred(one, self.now_s, 1.0)
         self.note(one, fate)
-
-    @precondition(lambda self: self.current)
-    @rule(data=st.data())
-    def defer(self, data: st.DataObject) -> None:
-        one = self.pick(data)
-        self.note(one, self.dispatcher.deferred(one, self.now_s, 1.0))
 
     @precondition(lambda self: self.stale)
     @rule(data=st.data())
     def answer_late(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from(self.stale))
-        self.num_discarded += 1
-        assert self.dispatcher.scored(one) is Fate.DISCARDED
+        self.num_discarded += 2
+        assert self.dispatcher.scored(one) is self.dispatcher.failed(one, self.now_s) is Fate.DISCARDED
 
     @rule(rank=st.integers(0, NUM_REPLICAS - 1))
     def lose_or_replace(self, rank: int) -> None:
@@ -109,7 +101,7 @@ class Scoring(RuleBasedStateMachine):
         there = [one for one in self.current.values() if one.replica == rank]
         given_up = self.dispatcher.replica_down(rank, self.now_s)
         for one in there:
-            self.losses[one.item] = self.losses.get(one.item, 0) + 1
+            self.losses[one.item] += 1
             is_over = self.losses[one.item] == SECTION.max_lost
             assert (one.item in given_up) == is_over
             self.note(one, Fate.GIVEN_UP if is_over else Fate.AGAIN)
@@ -135,7 +127,7 @@ class Scoring(RuleBasedStateMachine):
         for rank in range(NUM_REPLICAS):
             there = [one.item for one in self.current.values() if one.replica == rank]
             for item in there:
-                assert len(there) <= max(1, SECTION.max_in_flight >> self.losses.get(item, 0))
+                assert len(there) <= max(1, SECTION.max_in_flight >> self.losses[item])
         assert dispatcher.counts.num_discarded == self.num_discarded
 
     def teardown(self) -> None:

@@ -4,9 +4,8 @@ import asyncio
 import dataclasses
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 
 from forgeasync.config import JudgeReward, MathReward, ScorerSection, Votes
 from forgeasync.environments import Response
-from forgeasync.rollouts import FinishReason, Score, Task
+from forgeasync.rollouts import FinishReason, Task
 from forgeasync.runtime import GroupScoring, RunRewards, ScoredResponses, ScoreQueue, Unavailable
 from forgeasync.scoring import (
     CircuitBreaker,
@@ -45,6 +44,18 @@ def verdict(points: object) -> Reply:
 def server() -> Iterator[ChatServer]:
     with serving(lambda request: verdict(5)) as one:
         yield one
+
+
+def in_turn(*replies: Reply) -> Callable[[object], Reply]:
+    """Answers requests with these replies, and every further one with the last."""
+    left = list(reversed(replies))
+    lock = threading.Lock()
+
+    def reply(_: object) -> Reply:
+        with lock:
+            return left.pop() if len(left) > 1 else left[0]
+
+    return reply
 
 
 def section(server: ChatServer, **fields: object) -> JudgeReward:
@@ -78,7 +89,7 @@ def judged(reward: JudgeReward, *texts: str, **arguments: object) -> tuple[list[
 
 
 def test_points_become_a_reward_from_0_to_1(server: ChatServer) -> None:
-    server.reply = lambda request: verdict(7.5)
+    server.reply = in_turn(verdict(7.5))
     (value,), _ = judged(section(server, lowest=5, highest=10, temperature=0.3), "two")
     assert value == 0.5
     (request,) = server.requests
@@ -89,10 +100,9 @@ def test_points_become_a_reward_from_0_to_1(server: ChatServer) -> None:
 
 
 async def test_a_score_says_what_is_correct_and_shows_the_points(server: ChatServer) -> None:
-
+    server.reply = in_turn(verdict(5), verdict(4.9))
     async with judging(section(server, correct_from=0.5)) as judge:
         for points, is_correct in ((5, True), (4.9, False)):
-            server.reply = lambda request, points=points: verdict(points)
             (score,) = await judge.score(TASK, [response(f"{points}")], 0)
             assert (score.is_correct, score.parts) == (is_correct, {"points": points})
             assert score.feedback == "because"
@@ -100,14 +110,7 @@ async def test_a_score_says_what_is_correct_and_shows_the_points(server: ChatSer
 
 @pytest.mark.parametrize(("votes", "value"), [(Votes.MEAN, 0.5), (Votes.MEDIAN, 0.4)])
 def test_several_votes_are_asked_for_and_combined(server: ChatServer, votes: Votes, value: float) -> None:
-    points = iter([4, 9, 2])
-    lock = threading.Lock()
-
-    def reply(request: object) -> Reply:
-        with lock:
-            return verdict(next(points))
-
-    server.reply = reply
+    server.reply = in_turn(verdict(4), verdict(9), verdict(2))
     values, _ = judged(section(server, num_votes=3, votes=votes, temperature=1.0), "a")
     assert values == pytest.approx([value]) and len(server.requests) == 3
 
@@ -178,13 +181,11 @@ def test_anything_else_is_malformed_or_on_the_scale(content: str) -> None:
 
 
 def test_a_malformed_verdict_is_asked_for_again_and_then_the_attempt_has_failed(server: ChatServer) -> None:
-    replies = iter(
-        [completion("eight"), completion('{"reason": "r", "sco', finish_reason="length"), verdict(8)]
-    )
-    server.reply = lambda request: next(replies)
+    cut = completion('{"reason": "r", "sco', finish_reason="length")
+    server.reply = in_turn(completion("eight"), cut, verdict(8))
     values, judge = judged(section(server), "a")
     assert values == [0.8] and judge.counts.num_judge_malformed == 2
-    server.reply = lambda request: (200, {}, "<html>")
+    server.reply = in_turn((200, {}, "<html>"))
     with pytest.raises(RewardFailure, match=r"'judge' \(judge-1 at .*task t1, rollout 0.*no chat completion"):
         judged(section(server), "b")
     assert len(server.requests) == 3 + 3, "max_attempts"
@@ -192,21 +193,18 @@ def test_a_malformed_verdict_is_asked_for_again_and_then_the_attempt_has_failed(
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_an_endpoint_that_cannot_now_is_asked_again(server: ChatServer, status: int) -> None:
-    replies = iter([(status, {}, "later"), (status, {}, "{}"), verdict(8)])
-    server.reply = lambda request: next(replies)
+    server.reply = in_turn((status, {}, "later"), (status, {}, "{}"), verdict(8))
     values, judge = judged(section(server), "a")
     assert values == [0.8] and judge.counts.num_judge_down == 2
 
 
 async def test_retry_after_is_honoured_for_everybody(server: ChatServer) -> None:
-    server.reply = lambda request: (429, {"retry-after": "30"}, "{}")
+    server.reply = in_turn((429, {"retry-after": "30"}, "{}"), verdict(8))
     now_s = 100.0
-
     async with judging(section(server), clock=lambda: now_s) as judge:
         with pytest.raises(RewardUnavailable, match=r"does not answer: .*429|not answered before") as raised:
             await judge.score(TASK, [response("a")], 0)
         assert raised.value.retry_after_s == 30.0
-        server.reply = lambda request: verdict(8)
         now_s = 129.0
         with pytest.raises(RewardUnavailable) as raised:
             await judge.score(TASK, [response("b")], 0)
@@ -241,27 +239,17 @@ async def test_an_endpoint_that_is_too_slow_costs_no_reward(server: ChatServer) 
 
 
 async def test_votes_that_there_are_stay_while_the_endpoint_is_down(server: ChatServer) -> None:
-    lock, num_replies = threading.Lock(), 0
-
-    def reply(request: object) -> Reply:
-        nonlocal num_replies
-        with lock:
-            num_replies += 1
-            return verdict(6) if num_replies <= 2 else (503, {}, "{}")
-
-    server.reply = reply
-
+    server.reply = in_turn(verdict(6), verdict(6), (503, {}, "{}"), verdict(9))
     async with judging(section(server, num_votes=3, temperature=1.0, max_attempts=1)) as judge:
         with pytest.raises(RewardUnavailable):
             await judge.score(TASK, [response()], 0)
-        server.reply = lambda request: verdict(9)
         (score,) = await judge.score(TASK, [response()], 0)
         assert score.value == pytest.approx((6 + 6 + 9) / 30)
         assert len(server.requests) == 4
 
 
 def test_a_refusal_is_a_failure_at_once(server: ChatServer) -> None:
-    server.reply = lambda request: (400, {}, '{"error": {"message": "too long"}}')
+    server.reply = in_turn((400, {}, '{"error": {"message": "too long"}}'))
     with pytest.raises(RewardFailure, match=r"status 400: .*too long"):
         judged(section(server), "a")
     assert len(server.requests) == 1
@@ -306,22 +294,15 @@ class TestFence:
         assert judge.counts.num_oversized == 1
 
 
-async def test_a_judge_that_is_down_invents_nothing_others_go_on_and_it_recovers(server: ChatServer) -> None:
-    """Through the pool: groups of another source are scored meanwhile, and its own once it is back."""
-    sources = [
-        source_with(section(server, max_attempts=2), name="judged"),
-        source_with(section(server, name="b", base_url=server.url + "/"), name="other"),
-    ]
-
+async def test_a_group_waits_for_a_judge_that_is_down_and_is_scored_later(
+    server: ChatServer,
+) -> None:
     scorer = ScorerSection(max_attempts=1, max_in_flight=2)
-    rewards = RunRewards(sources, scorer, limit_s=300.0, seed=0)
+    source = source_with(section(server, max_attempts=2), name="s")
+    rewards = RunRewards([source], scorer, limit_s=300.0, seed=0)
     rewards.start()
-    others: list[str] = []
 
     async def call(task: Task, responses: Any, first: int) -> ScoredResponses | Unavailable:
-        if task.source == "other":
-            others.append(task.task_id)
-            return ScoredResponses(scores=(Score(1.0, True),), counts=rewards.counts)
         try:
             scores = await rewards.score(task, responses, first)
         except RewardUnavailable as error:
@@ -329,18 +310,12 @@ async def test_a_judge_that_is_down_invents_nothing_others_go_on_and_it_recovers
         return ScoredResponses(scores=scores, counts=rewards.counts)
 
     pool = ScoreQueue([call], scorer)
-    groups = GroupScoring(pool, scorer)
     server.go_down()
-    task = Task(task_id="t1", prompt="1 + 1 =", answer="2", source_index=0, source="judged")
-    other = Task(task_id="t2", prompt="?", answer="2", source_index=0, source="other")
-    waiting = asyncio.create_task(
-        groups.score_group(7, task, [response(text) for text in ("a", "b", "c", "d")])
-    )
+    responses = [response(text) for text in ("a", "b", "c", "d")]
+    waiting = asyncio.create_task(GroupScoring(pool, scorer).score_group(7, TASK, responses))
     while pool.metrics()["score/num_deferred"] < 6:
         await asyncio.sleep(0.01)
     assert not waiting.done()
-    assert await groups.score("group 8", other, [response()]) == (Score(1.0, True),)
-    assert others and not waiting.done()
     server.come_back()
     scores = await waiting
     assert isinstance(scores, tuple) and [one.value for one in scores] == [0.5] * 4
@@ -352,38 +327,31 @@ class TestBeforeARun:
         found = try_rewards([source_with(MathReward(), reward)], {"s": TASK})
         return [(one.field, str(one)) for one in found]
 
-    def test_a_judge_that_works_is_asked_once(self, server: ChatServer) -> None:
-        assert self.problems(section(server)) == [] and len(server.requests) == 1
-
-    @pytest.mark.parametrize(
-        ("reply", "field", "said"),
-        [
-            ((401, {}, '{"error": {"message": "no such key"}}'), "api_key_env", "no such key"),
-            ((404, {}, '{"error": {"message": "no model judge-1"}}'), "model", "no model judge-1"),
-            ((503, {}, "{}"), "base_url", "status 503"),
-            (completion("I like it."), "model", "is no JSON"),
-        ],
-    )
-    def test_a_wrong_key_model_or_server_is_named(
-        self, server: ChatServer, reply: Reply, field: str, said: str
+    def test_a_judge_that_works_is_asked_once_with_its_key(
+        self, server: ChatServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        server.reply = lambda request: reply
-        ((found, words),) = self.problems(section(server))
-        assert found == f"data.reward.1.{field}" and said in words
-
-    def test_a_wrong_url_key_variable_or_rubric_is_named(
-        self, server: ChatServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        monkeypatch.delenv("JUDGE_KEY", raising=False)
-        ((field, words),) = self.problems(section(server, api_key_env="JUDGE_KEY"))
-        assert field == "data.reward.1.api_key_env" and "JUDGE_KEY is not set" in words
         monkeypatch.setenv("JUDGE_KEY", "secret")
         assert self.problems(section(server, api_key_env="JUDGE_KEY")) == []
         assert server.keys == ["Bearer secret"]
-        ((field, words),) = self.problems(section(server, rubric_file=str(tmp_path / "none.txt")))
-        assert field == "data.reward.1.rubric_file" and "cannot be read" in words
-        ((field, words),) = self.problems(section(server, base_url="http://127.0.0.1:1/v1"))
-        assert field == "data.reward.1.base_url" and "no connection" in words
+
+    @pytest.mark.parametrize(
+        ("fields", "reply", "field", "said"),
+        [
+            ({}, (401, {}, '{"error": {"message": "no such key"}}'), "api_key_env", "no such key"),
+            ({}, (404, {}, '{"error": {"message": "no model judge-1"}}'), "model", "no model judge-1"),
+            ({}, (503, {}, "{}"), "base_url", "status 503"),
+            ({}, completion("I like it."), "model", "is no JSON"),
+            ({"api_key_env": "NO_SUCH_KEY"}, verdict(5), "api_key_env", "NO_SUCH_KEY is not set"),
+            ({"rubric_file": "/nowhere/rubric.txt"}, verdict(5), "rubric_file", "cannot be read"),
+            ({"base_url": "http://127.0.0.1:1/v1"}, verdict(5), "base_url", "no connection"),
+        ],
+    )
+    def test_the_field_at_fault_is_named(
+        self, server: ChatServer, fields: dict[str, object], reply: Reply, field: str, said: str
+    ) -> None:
+        server.reply = in_turn(reply)
+        ((found, words),) = self.problems(section(server, **fields))
+        assert found == f"data.reward.1.{field}" and said in words
 
     @pytest.mark.parametrize(
         ("fields", "said"),
@@ -394,7 +362,7 @@ class TestBeforeARun:
             ({"base_url": "judge:8000"}, "base_url"),
         ],
     )
-    def test_what_does_not_fit_together_is_refused(
+    def test_what_does_not_fit_is_refused(
         self, server: ChatServer, fields: dict[str, object], said: str
     ) -> None:
         with pytest.raises(ValidationError, match=said):

@@ -1,4 +1,4 @@
-"""Process reward models: their tokens, their engine against an independent reference, and what is refused."""
+"""Process reward models: steps, their tokens and scores, engines against a reference, and what is refused."""
 
 import asyncio
 import json
@@ -9,12 +9,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
-from forgeasync.config import ProcessRewardModel, ScorerSection
+from forgeasync.config import ProcessRewardModel, ScorerSection, StepsValue
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, ScoreStatus, Task
 from forgeasync.runtime import RunRewards
@@ -24,8 +27,13 @@ from forgeasync.scoring import (
     RewardTimeout,
     RewardUnavailable,
     StepTokenizer,
+    score_of_steps,
+    score_without_steps,
+    steps_of_response,
     try_rewards,
+    written_steps,
 )
+from forgeasync.trainer import AdvantageSpan, spread
 from tests.support.config_samples import source_with
 from tests.support.families import STEP_TAG, process_reward_head, write_process_reward_model
 from tests.support.tiers import Starts, starts
@@ -40,7 +48,7 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 def section_of(folder: Path, **fields: object) -> ProcessRewardModel:
     sizes = {
         "max_context_length": CONTEXT,
-        "max_num_batched_tokens": 256,
+        "max_num_batched_tokens": 300,
         "max_num_seqs": 4,
         "kv_cache_gib": 0.02,
     }
@@ -91,9 +99,7 @@ class TestTokens:
         assert tagged.counted_tags == (0, 1)
         assert len(tagged.ids) == 2 * len(hostile) + 3, "a token for every character and two tags"
 
-    def test_only_tags_that_were_put_there_count_where_the_tag_is_an_ordinary_token(
-        self, model: Path
-    ) -> None:
+    def test_only_tags_that_were_put_there_count_where_others_have_the_token_too(self, model: Path) -> None:
         tokenizer = StepTokenizer(section_of(model, step_tag="7"))
         tagged = tokenizer.tagged("7?", ["77", "1", "7"])
         # 7? 77[7] 1[7] 7[7]
@@ -142,20 +148,14 @@ class TestRefusals:
         [
             (
                 {"step_tag": "12"},
-                "step_tag = '12': must be one token of the model's tokenizer, where it is 2",
+                "step_tag = '12': must be one token of the model's tokenizer",
             ),
-            ({"step_tag": "é"}, "step_tag = 'é': must be one token of the model's tokenizer, where it is no"),
-            (
-                {"max_context_length": 512, "max_num_batched_tokens": 512},
-                "max_context_length = 512: must be at most 256, the max_position_embeddings",
-            ),
-            (
-                {"max_context_length": 14},
-                "max_context_length = 14: must be at least 15, which task t1 takes with the shortest step",
-            ),
+            ({"step_tag": "é"}, "step_tag = 'é': must be one token of the model's tokenizer"),
+            ({"max_context_length": 257}, "max_context_length = 257: must be at most 256, the max_position_"),
+            ({"max_context_length": 14}, "max_context_length = 14: must be at least 15, which task t1 takes"),
         ],
     )
-    def test_a_field_that_does_not_fit_the_model_is_named(
+    def test_a_field_that_does_not_fit_is_named(
         self, model: Path, fields: dict[str, object], said: str
     ) -> None:
         assert self.problem(section_of(model, **fields)).startswith(f"data.reward.{said}")
@@ -198,7 +198,7 @@ class TestEngine:
     def scored(self, rewards: RunRewards, *texts: str, reason: FinishReason = STOP) -> tuple[Score, ...]:
         return asyncio.run(rewards.score(TASK, [Response(text, len(text), reason) for text in texts]))
 
-    def test_steps_have_the_references_scores_also_of_several_responses_at_once(
+    def test_steps_of_several_responses_have_the_references_scores(
         self, rewards: RunRewards, model: Path
     ) -> None:
         texts = [";".join(f"{index}+{place}={index * place}" for place in range(index)) for index in range(9)]
@@ -234,7 +234,7 @@ class TestEngine:
         assert [step.end for step in too_long.steps] == [room + 1]
         assert rewards.counts.num_oversized == 1
 
-    def test_scores_that_are_no_numbers_fail_the_attempt_and_touch_no_other(
+    def test_scores_that_are_no_numbers_fail_their_response_alone(
         self, rewards: RunRewards, model: Path
     ) -> None:
         async def go() -> list[object]:
@@ -256,9 +256,7 @@ class TestEngine:
                 assert [step.value for step in scores[0].steps] == pytest.approx(expected, abs=2e-6)
 
     @pytest.mark.exhaustive
-    def test_an_engine_that_stands_still_is_killed_and_responses_wait_for_the_next_one(
-        self, rewards: RunRewards
-    ) -> None:
+    def test_an_engine_that_stands_still_is_killed_and_replaced(self, rewards: RunRewards) -> None:
         pool = pool_of(rewards)
         pool._process._section = pool._process._section.model_copy(update={"limit_s": 0.5})
         before = pool.pid
@@ -303,3 +301,100 @@ def test_a_model_that_cannot_score_is_refused_when_it_starts(tmp_path: Path) -> 
         ValueError, match="cannot be started: ValueError: the model gave steps logits that are not"
     ):
         started(section_of(folder))
+
+
+SECTION = ProcessRewardModel(kind="process_reward_model", model_path="m", step_separator=";")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_cut", "steps", "has_cut_step"),
+    [
+        ("a;bc;d", False, [("a", 2), ("bc", 5), ("d", 6)], False),
+        ("a;bc;d", True, [("a", 2), ("bc", 5)], True),
+        ("one", False, [("one", 3)], False),
+        ("one", True, [], True),
+        ("a;b;", False, [("a", 2), ("b", 4)], False),
+        # It was cut off behind a separator: what stands before it is whole.
+        ("a;b;", True, [("a", 2), ("b", 4)], False),
+        ("a;b; ", True, [("a", 2), ("b", 4)], False),
+        # Separators without a text between them make no steps.
+        (";;a;;; ;b; ;", False, [("a", 8), ("b", 12)], False),
+        ("", False, [], False),
+        ("", True, [], False),
+        (" ;; ;", False, [], False),
+    ],
+)
+def test_a_step_ends_with_its_separator_and_the_last_one_unless_it_was_cut(
+    text: str, is_cut: bool, steps: list[tuple[str, int]], has_cut_step: bool
+) -> None:
+    found = written_steps(text, ";", is_cut=is_cut)
+    assert [(step.text, step.end) for step in found.whole] == steps
+    assert found.has_cut_step is has_cut_step
+
+
+@given(st.text(alphabet="ab; \n"), st.sampled_from([";", "\n\n", ";a"]), st.booleans())
+def test_every_character_that_is_not_blank_is_in_one_step(text: str, separator: str, is_cut: bool) -> None:
+    found = written_steps(text, separator, is_cut=is_cut)
+    ends = [step.end for step in found.whole]
+    assert ends == sorted(set(ends)) and all(0 < end <= len(text) for end in ends)
+    for start, step in zip([0, *ends], found.whole, strict=False):
+        assert step.text.strip() and separator not in step.text
+        # Nothing of another step is in its span.
+        assert [piece for piece in text[start : step.end].split(separator) if piece.strip()] == [step.text]
+    behind = text[ends[-1] :] if ends else text
+    assert bool(behind.replace(separator, "").strip()) == found.has_cut_step
+    assert is_cut or not found.has_cut_step
+
+
+def scored(text: str, values: list[float], *, how: StepsValue, finish_reason: FinishReason) -> Score:
+    section = SECTION.model_copy(update={"value": how})
+    response = Response(text, len(text), finish_reason)
+    return score_of_steps(response, steps_of_response(response, section), values, section)
+
+
+@pytest.mark.parametrize(
+    ("how", "value"),
+    [
+        (StepsValue.LAST, 0.75),
+        (StepsValue.MINIMUM, 0.25),
+        (StepsValue.MEAN, 0.5),
+        (StepsValue.PRODUCT, 0.5 * 0.25 * 0.75),
+    ],
+)
+def test_the_value_of_steps(how: StepsValue, value: float) -> None:
+    score = scored("a;b;c", [0.5, 0.25, 0.75], how=how, finish_reason=FinishReason.STOP)
+    assert score.value == pytest.approx(value) and score.is_correct is (value >= 0.5)
+    assert [(step.end, step.value) for step in score.steps] == [(2, 0.5), (4, 0.25), (5, 0.75)]
+    assert score.parts == {"num_steps": 3.0, "worst_step": 0.25, "cut_steps": 0.0} and score.has_answer
+
+
+def test_a_cut_step_counts_for_nothing_and_its_response_is_not_correct() -> None:
+    score = scored("a;b;c", [0.9, 0.8], how=StepsValue.LAST, finish_reason=FinishReason.LENGTH)
+    assert [(step.end, step.value) for step in score.steps] == [(2, 0.9), (4, 0.8)]
+    assert (score.value, score.is_correct, score.has_answer) == (0.8, False, False)
+    assert score.parts["cut_steps"] == 1.0
+
+
+def test_a_response_without_a_whole_step_has_one_of_0_as_its_group_needs() -> None:
+    for text, ends in (("only", [4]), (" ;", [2]), ("", [])):
+        score = score_without_steps(Response(text, 4, FinishReason.LENGTH))
+        assert [(step.end, step.value) for step in score.steps] == [(end, 0.0) for end in ends]
+        assert (score.value, score.is_correct, score.has_answer) == (0.0, False, False)
+    long = score_without_steps(Response("x", 1, FinishReason.STOP), status=ScoreStatus.OVERSIZED)
+    assert long.status is ScoreStatus.OVERSIZED
+
+
+def test_scores_come_to_the_policys_tokens_of_their_step() -> None:
+    # The policy's tokens are "ab" ";" "c;" "d" "e" <end>, one across two steps; the last step was cut.
+    score = scored("ab;c;de", [0.5, 0.25], how=StepsValue.LAST, finish_reason=FinishReason.LENGTH)
+    spans = [*(AdvantageSpan(end=step.end, value=step.value) for step in score.steps)]
+    spans.append(AdvantageSpan(end=None, value=0.0))
+    advantages_T = spread(spans, np.array([0, 2, 3, 5, 6, 7]), num_characters=7)
+    assert torch.equal(torch.from_numpy(advantages_T), torch.tensor([0.5, 0.5, 0.25, 0.0, 0.0, 0.0]))
+
+
+def test_a_section_refuses_what_does_not_fit_together() -> None:
+    with pytest.raises(ValueError, match="system_prompt = 'Think' needs chat_template = true"):
+        ProcessRewardModel(kind="process_reward_model", model_path="m", system_prompt="Think")
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens = 8192 must be at least .* = 9000"):
+        ProcessRewardModel(kind="process_reward_model", model_path="m", max_context_length=9000)

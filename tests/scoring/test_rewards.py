@@ -3,7 +3,9 @@
 import asyncio
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -67,41 +69,30 @@ def own(what: str, /, **fields: object) -> PythonReward:
     return PythonReward(factory=f"{OWN}.{what}", **fields)
 
 
-@pytest.fixture
-def make_pool() -> Iterator[Callable[..., RewardPool]]:
-    pools: list[RewardPool] = []
+def rewards_of(*rewards: RewardSection) -> RunRewards:
+    return RunRewards([source_with(*rewards)], ScorerSection(num_workers=1), limit_s=300.0, seed=0)
 
-    def make(section: PythonReward, num_processes: int = 1) -> RewardPool:
-        pools.append(RewardPool(section, num_processes))
-        pools[-1].start()
-        return pools[-1]
 
-    yield make
-    for pool in pools:
-        pool.close()
+Start = Callable[[Any], Any]
 
 
 @pytest.fixture
-def make_rewards() -> Iterator[Callable[..., RunRewards]]:
-    made: list[RunRewards] = []
+def start() -> Iterator[Start]:
+    """Starts pools and rewards; at the end all are closed."""
+    with ExitStack() as at_the_end:
 
-    def make(*rewards: RewardSection, limit_s: float = 300.0) -> RunRewards:
-        section = ScorerSection(num_workers=1)
-        made.append(RunRewards([source_with(*rewards)], section, limit_s=limit_s, seed=0))
-        made[-1].start()
-        return made[-1]
+        def start_one(one: RewardPool | RunRewards) -> RewardPool | RunRewards:
+            one.start()
+            at_the_end.callback(one.close)
+            return one
 
-    yield make
-    for rewards in made:
-        rewards.close()
+        yield start_one
 
 
 class TestPool:
-    def test_every_way_to_fail_names_reward_task_and_rollout_and_costs_only_itself(
-        self, make_pool: Callable[..., RewardPool]
-    ) -> None:
+    def test_a_failure_names_reward_task_and_rollout_and_costs_only_itself(self, start: Start) -> None:
         section = own("strange", limit_s=300.0)
-        pool = make_pool(section)
+        pool = start(RewardPool(section, 1))
         expected = {
             "raise": r"KeyError: 'no such column' \(.*own_rewards.py:",
             "nan": "ValueError: must return a float or a Score: a score must be finite",
@@ -122,27 +113,24 @@ class TestPool:
             assert message.startswith(f"reward 'strange' ({OWN}.strange) on task t1, rollout 3: "), message
             assert raised.match(reason)
             assert isinstance(raised.value, RewardTimeout) == (text == "hang")
-            assert pool.score(TASK, some("fine"), "rollout 0") == (Score(0.5, False),)
+            # What a reward prints is no reply.
+            assert pool.score(TASK, some("print"), "rollout 0") == (Score(0.5, False),)
         assert pool.num_killed == 1, "the one that hung"
 
-    def test_what_a_reward_prints_is_no_reply(self, make_pool: Callable[..., RewardPool]) -> None:
-        pool = make_pool(own("strange"))
-        assert pool.score(TASK, some("print"), "rollout 0") == (Score(0.5, False),)
-
-    def test_a_number_is_correct_from_one_on(self, make_pool: Callable[..., RewardPool]) -> None:
-        pool = make_pool(own("length"))
+    def test_a_number_is_correct_from_one_on(self, start: Start) -> None:
+        pool = start(RewardPool(own("length"), 1))
         (one,) = pool.score(TASK, some("a", num_tokens=1), "rollout 0")
         (none,) = pool.score(TASK, some("a", num_tokens=0), "rollout 0")
         assert (one, none) == (Score(1.0, True), Score(0.0, False))
 
-    def test_an_object_is_built_once_and_reads_the_record(self, make_pool: Callable[..., RewardPool]) -> None:
-        pool = make_pool(own("Judge", options={"column": "solution", "bonus": 0.25}))
+    def test_an_object_is_built_once_and_reads_the_record(self, start: Start) -> None:
+        pool = start(RewardPool(own("Judge", options={"column": "solution", "bonus": 0.25}), 1))
         scores = [pool.score(TASK, some(text), "rollout 0")[0] for text in ("2", "3", "")]
         assert [score.value for score in scores] == [1.25, 0.25, 0.25]
         assert [score.parts["num_calls"] for score in scores] == [1.0, 2.0, 3.0]
         assert [score.has_answer for score in scores] == [True, True, False]
 
-    def test_what_is_carried_along_is_not_imported(self, make_pool: Callable[..., RewardPool]) -> None:
+    def test_what_is_carried_along_is_not_imported(self, start: Start) -> None:
         offset = 0.125
 
         def of_a_notebook(task: Task, response: Response) -> float:
@@ -150,13 +138,11 @@ class TestPool:
 
         factory, pickled = code_of(of_a_notebook)
         assert pickled is not None
-        pool = make_pool(PythonReward(factory=factory, pickled=pickled))
+        pool = start(RewardPool(PythonReward(factory=factory, pickled=pickled), 1))
         assert pool.score(TASK, some("abc\ud800"), "rollout 0") == (Score(4.125, True),)
 
-    def test_the_end_of_the_pool_is_the_end_of_its_processes(
-        self, make_pool: Callable[..., RewardPool]
-    ) -> None:
-        pool = make_pool(own("length"), num_processes=2)
+    def test_the_end_of_the_pool_is_the_end_of_its_processes(self, start: Start) -> None:
+        pool = start(RewardPool(own("length"), 2))
         pids = pool.pids
         assert len(pids) == 2
         pool.close()
@@ -172,8 +158,8 @@ def scored_at_once(rewards: RunRewards, groups: list[list[Response]]) -> list[ob
 
 
 class TestRewardsOfARun:
-    def test_coroutines_run_side_by_side(self, make_rewards: Callable[..., RunRewards]) -> None:
-        rewards = make_rewards(own("slow", limit_s=300.0))
+    def test_coroutines_run_side_by_side(self, start: Start) -> None:
+        rewards = start(rewards_of(own("slow", limit_s=300.0)))
         groups = [some("meet 40", "meet 40")] * 20 + [some("fine", "own timeout")]
         *fine, own_timeout = scored_at_once(rewards, groups)
         assert fine == [(Score(1.0, True),) * 2] * 20
@@ -188,14 +174,14 @@ class TestRewardsOfARun:
     @pytest.mark.parametrize(("what", "num_killed"), [("hang", 0), ("block", 1)])
     def test_a_coroutine_that_hangs_or_blocks_is_cut_off_alone(
         self,
-        make_rewards: Callable[..., RunRewards],
+        start: Start,
         what: str,
         num_killed: int,
         limit_s: str,
         others: list[str],
     ) -> None:
         """Only one that blocks the event loop has its process killed."""
-        rewards = make_rewards(own("slow", limit_s=float(limit_s)))
+        rewards = start(rewards_of(own("slow", limit_s=float(limit_s))))
         groups = [some(*others)] * 10 * len(others)
         *fine, late = scored_at_once(rewards, [*groups, some(*others, what)])
         assert fine == [(Score(1.0, True),) * len(others)] * len(groups)
@@ -203,8 +189,8 @@ class TestRewardsOfARun:
         assert f"task t1, rollout {len(others)}: took longer than {limit_s} s" in str(late)
         assert rewards.counts == VerifierCounts(num_killed_rewards=num_killed)
 
-    def test_a_whole_group_is_scored_by_one_call(self, make_rewards: Callable[..., RunRewards]) -> None:
-        rewards = make_rewards(own("ranks", scores=ScoredUnit.GROUP, options={"scale": 2.0}))
+    def test_a_whole_group_is_scored_by_one_call(self, start: Start) -> None:
+        rewards = start(rewards_of(own("ranks", scores=ScoredUnit.GROUP, options={"scale": 2.0})))
         group = [Response("x", num, FinishReason.LENGTH) for num in (7, 3, 5)]
         scores = asyncio.run(rewards.score(TASK, group))
         assert [score.value for score in scores] == [-4.0, 0.0, -2.0]
@@ -216,9 +202,9 @@ class TestRewardsOfARun:
         with pytest.raises(RewardFailure, match=r"response 1 of the group: must return a float or a Score"):
             asyncio.run(rewards.score(TASK, some("a", "nan", "b")))
 
-    def test_a_list_is_the_weighted_sum_and_its_parts(self, make_rewards: Callable[..., RunRewards]) -> None:
+    def test_a_list_is_the_weighted_sum_and_its_parts(self, start: Start) -> None:
         judge = own("Judge", options={"column": "solution"}, weight=-0.5, name="judge")
-        rewards = make_rewards(MathReward(), judge, own("length", weight=0.25))
+        rewards = start(rewards_of(MathReward(), judge, own("length", weight=0.25)))
         right, wrong = asyncio.run(rewards.score(TASK, some("2", "3", num_tokens=4)))
         assert right.value == pytest.approx(1.0 - 0.5 + 1.0) and right.is_correct
         assert wrong.value == pytest.approx(0.0 - 0.0 + 1.0) and not wrong.is_correct
@@ -255,55 +241,52 @@ def test_one_reward_and_a_list_come_back_from_their_yaml(tmp_path: Path) -> None
     assert [reward.kind for reward in alone.rewards] == ["reasoning_gym"], "the source's own"
 
 
-PYTHON, PRM = "kind: python, factory: a.b", "kind: process_reward_model, model_path: m"
-A_SET = f"num_problems: 3, source: {{{PYTHON}}}"
+SHORT = {
+    "$PYTHON": "kind: python, factory: a.b",
+    "$PRM": "kind: process_reward_model, model_path: m",
+    "$SET": "num_problems: 3, source: {kind: python, factory: a.b}",
+}
+"""What many rows have."""
+
+REFUSED = """
+data.reward={kind: mth} => data.reward.kind = 'mth': expected one of 'reasoning_gym', 'math',
+data.reward=[{kind: math, wight: 1}] => data.reward.0.wight = 1: unknown key; did you mean data.
+data.reward={kind: python} => data.reward.factory: required key is missing
+data.reward=3 => data.reward = 3: expected a section with the keys kind
+data.reward=[] => data.reward = []: must have at least one reward
+data.reward=[{kind: math}, {kind: math}] => data.reward.0.name = 'math': is the name of another
+data.reward={kind: math, name: mean} => data.reward.name = 'mean': becomes the metric
+data.reward={$PYTHON, limit_s: 60} => data.reward.limit_s = 60.0: must be less
+data.reward={$PRM, limit_s: 60} => data.reward.limit_s = 60.0: must be less than timeouts.
+data.source={$PYTHON}; data.reward={kind: reasoning_gym}
+    => data.reward.kind = 'reasoning_gym': needs a source of kind 'reasoning_gym'
+data.reward=[{kind: math}, {$PRM}] => data.reward.1.kind = 'process_reward_model': scores
+data.reward={$PRM}; algorithm.advantage=rloo
+    => algorithm.advantage = 'rloo': has no formula for rewards of steps
+data.sources=[] => data.source: cannot be given beside data.sources
+data.sources=[{source: {$PYTHON}}] => data.source: cannot be given beside data.sources
+data.source=null => data.source: is required: give data.source, or data.sources
+data.template_arguments={x: [1]} => data.template_arguments.x = [1]
+data.template_arguments={tokenize: true} => data.template_arguments.tokenize = True: is set by the
+data.system_prompt=Hi => data.system_prompt = 'Hi': is used by the chat template only
+evaluation.sets=[{name: a, num_problems: 3}] => evaluation.sets.0.source: required key is missing
+evaluation.sets=[{name: reward, $SET}] => evaluation.sets.0.name = 'reward': becomes part of
+evaluation.sets=[{name: a, $SET, sampling: {max_response_tokens: 64}}]
+    => evaluation.sets.0.sampling.max_response_tokens = 64: must be less than
+"""
+"""Overrides, parted by semicolons => the beginning of what is said: the field, its value, the remedy."""
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        ("data.reward={kind: mth}", "data.reward.kind = 'mth': expected one of 'reasoning_gym', 'math', "),
-        ("data.reward=[{kind: math, wight: 1}]", "data.reward.0.wight = 1: unknown key; did you mean data."),
-        ("data.reward={kind: python}", "data.reward.factory: required key is missing"),
-        ("data.reward=3", "data.reward = 3: expected a section with the keys kind"),
-        ("data.reward=[]", "data.reward = []: must have at least one reward"),
-        ("data.reward=[{kind: math}, {kind: math}]", "data.reward.0.name = 'math': is the name of another"),
-        ("data.reward={kind: math, name: mean}", "data.reward.name = 'mean': becomes the metric"),
-        (f"data.reward={{{PYTHON}, limit_s: 60}}", "data.reward.limit_s = 60.0: must be less"),
-        (f"data.reward={{{PRM}, limit_s: 60}}", "data.reward.limit_s = 60.0: must be less than timeouts."),
-        (
-            (f"data.source={{{PYTHON}}}", "data.reward={kind: reasoning_gym}"),
-            "data.reward.kind = 'reasoning_gym': needs a source of kind 'reasoning_gym'",
-        ),
-        (f"data.reward=[{{kind: math}}, {{{PRM}}}]", "data.reward.1.kind = 'process_reward_model': scores"),
-        (
-            (f"data.reward={{{PRM}}}", "algorithm.advantage=rloo"),
-            "algorithm.advantage = 'rloo': has no formula for rewards of steps",
-        ),
-        ("data.sources=[]", "data.source: cannot be given beside data.sources"),
-        (f"data.sources=[{{source: {{{PYTHON}}}}}]", "data.source: cannot be given beside data.sources"),
-        ("data.source=null", "data.source: is required: give data.source, or data.sources"),
-        ("data.template_arguments={x: [1]}", "data.template_arguments.x = [1]"),
-        (
-            "data.template_arguments={tokenize: true}",
-            "data.template_arguments.tokenize = True: is set by the",
-        ),
-        ("data.system_prompt=Hi", "data.system_prompt = 'Hi': is used by the chat template only"),
-        ("evaluation.sets=[{name: a, num_problems: 3}]", "evaluation.sets.0.source: required key is missing"),
-        (
-            f"evaluation.sets=[{{name: reward, {A_SET}}}]",
-            "evaluation.sets.0.name = 'reward': becomes part of",
-        ),
-        (
-            f"evaluation.sets=[{{name: a, {A_SET}, sampling: {{max_response_tokens: 64}}}}]",
-            "evaluation.sets.0.sampling.max_response_tokens = 64: must be less than",
-        ),
-    ],
-)
-def test_a_config_is_refused_with_field_value_and_remedy(overrides: str | tuple[str, ...], said: str) -> None:
-    given = (overrides,) if isinstance(overrides, str) else overrides
+def typed(text: str) -> list[str]:
+    """The overrides of a row."""
+    return re.sub(r"\$[A-Z]+", lambda name: SHORT[name[0]], text).split("; ")
+
+
+@pytest.mark.parametrize("row", REFUSED.strip().replace("\n    =>", " =>").splitlines())
+def test_a_config_is_refused_with_field_value_and_remedy(row: str) -> None:
+    overrides, said = row.split(" => ")
     try:
-        problems = check_without_model(minimal_config(*given))
+        problems = check_without_model(minimal_config(*typed(overrides)))
     except ConfigError as refused:
         problems = refused.problems
         assert len(problems) == 1, problems
@@ -311,13 +294,11 @@ def test_a_config_is_refused_with_field_value_and_remedy(overrides: str | tuple[
 
 
 def test_names_of_sources_and_sets_differ() -> None:
-    source, one_set = f"{{source: {{{PYTHON}}}}}", f"{{name: a, {A_SET}}}"
-    sources, sets = f"data.sources=[{source}, {source}]", f"evaluation.sets=[{one_set}, {one_set}]"
-    fields = [
-        problem.field for problem in check_without_model(minimal_config("data.source=null", sources, sets))
-    ]
+    twice = "data.sources=[{source: {$PYTHON}}, {source: {$PYTHON}}]"
+    sets = "evaluation.sets=[{name: a, $SET}, {name: a, $SET}]"
+    problems = check_without_model(minimal_config(*typed(f"data.source=null; {twice}; {sets}")))
     expected = [f"data.sources.{i}.name" for i in (0, 1)] + [f"evaluation.sets.{i}.name" for i in (0, 1)]
-    assert fields == expected
+    assert [problem.field for problem in problems] == expected
 
 
 class TestTrial:
@@ -356,25 +337,25 @@ class TestTrial:
         assert "ZeroDivisionError" in problem and "task held_out/0" in problem
 
 
-def test_a_score_says_who_has_given_it_and_how(make_rewards: Callable[..., RunRewards]) -> None:
-    rewards = make_rewards(own("length"), MathReward(name="right", weight=2.0))
+def test_a_score_says_who_has_given_it_and_how(start: Start) -> None:
+    rewards = start(rewards_of(own("length"), MathReward(name="right", weight=2.0)))
     one, long = asyncio.run(rewards.score(TASK, some("2", "2" * (MAX_ANSWER_BYTES + 1))))
     assert one.status is ScoreStatus.SCORED and one.scorer == "length+right"
     assert re.fullmatch(r"[0-9a-f]{12}\+math-verify [\d.]+", one.scorer_version)
     assert long.status is ScoreStatus.OVERSIZED
-    alone = make_rewards(own("length"))
+    alone = start(rewards_of(own("length")))
     (score,) = asyncio.run(alone.score(TASK, some("2")))
     assert (score.scorer, score.scorer_version) == ("length", one.scorer_version.partition("+")[0])
 
 
-def test_what_rewards_say_comes_through_their_processes(make_rewards: Callable[..., RunRewards]) -> None:
+def test_what_rewards_say_comes_through_their_processes(start: Start) -> None:
     """Also text that JSON and messages have to write in their own way, and text that is too long."""
-    alone = make_rewards(own("explains"))
+    alone = start(rewards_of(own("explains")))
     hostile = 'a "quote"\n$answer \x00 \ud800 \u2028'
     right, wrong, long = asyncio.run(alone.score(TASK, some("2", hostile, "x" * 10_000)))
     assert right.feedback == "" and wrong.feedback == "not " + hostile.replace("\ud800", "?")
     assert len(long.feedback) <= MAX_FEEDBACK_CHARS and "characters left out]" in long.feedback
-    several = make_rewards(own("explains"), MathReward(name="right"))
+    several = start(rewards_of(own("explains"), MathReward(name="right")))
     oversized = "x" * (MAX_ANSWER_BYTES + 1)
     plain, lost = asyncio.run(several.score(TASK, some("3", oversized)))
     assert plain.feedback == "explains: not 3"

@@ -12,6 +12,7 @@ TASK = fa.Task(
     source_index=0,
     source="chain_sum",
 )
+LONG = "9" * 5000
 STOP, LENGTH = fa.FinishReason.STOP, fa.FinishReason.LENGTH
 
 
@@ -25,25 +26,17 @@ def scored(text: str, finish_reason: fa.FinishReason = STOP) -> fa.Score:
         ("7+8=15;15-3=12#12", STOP, [(7, 1.0), (15, 1.0), (17, 1.0)], True),
         # What follows a wrong step is looked at by itself.
         ("7+8=14;14-3=11#11", STOP, [(7, 0.0), (15, 1.0), (17, 1.0)], False),
-        ("7+8=15;15-3=11#12", STOP, [(7, 1.0), (15, 0.0), (17, 0.0)], True),
         ("7+8=15;14-3=11#11", STOP, [(7, 1.0), (15, 0.0), (17, 1.0)], False),
         ("#12", STOP, [(1, 0.0), (3, 0.0)], True),
         ("7+8=15;15-3=12;12+0=12#12", STOP, [(7, 1.0), (15, 1.0), (23, 0.0), (25, 0.0)], True),
         # No number of ours, and one that is too long to be read.
         ("7+8=1e3;1e3-3=997#997", STOP, [(8, 0.0), (18, 0.0), (21, 1.0)], False),
-        (
-            f"7+8={'9' * 5000};{'9' * 5000}-3={'9' * 4999}6#6",
-            STOP,
-            [(5005, 0.0), (15009, 0.0), (15010, 0.0)],
-            False,
-        ),
+        (f"7+8={LONG};{LONG}-3={LONG[1:]}6#6", STOP, [(5005, 0.0), (15009, 0.0), (15010, 0.0)], False),
         # Cut: the last step has no reward; where it is the only one, the response has one of 0.
         ("7+8=15;15-", LENGTH, [(7, 1.0)], False),
         ("7+8=1", LENGTH, [(5, 0.0)], False),
-        ("7+8=15;15-3=12#", LENGTH, [(7, 1.0), (15, 1.0)], False),
         # It ended without an answer.
         ("7+8=15", STOP, [(6, 0.0)], False),
-        ("7+8=15;", STOP, [(7, 1.0)], False),
         ("", STOP, [], False),
     ],
 )

@@ -38,6 +38,11 @@ GOOD = (
 )
 
 
+def with_second(found: object) -> Reply:
+    """All is good but for position 2."""
+    return completion(GOOD[0], found, GOOD[2])
+
+
 @pytest.fixture
 def server() -> Iterator[ChatServer]:
     with serving(lambda request: completion(*GOOD)) as one:
@@ -81,21 +86,13 @@ def test_a_token_among_the_likeliest_and_no_ids_at_all(server: ChatServer) -> No
     ("reply", "error", "said"),
     [
         (completion(*GOOD[:2]), WrongTeacherRecord, "scored 3 positions; must be 4"),
-        (completion(GOOD[0], position(9, -1.0), GOOD[2]), WrongTeacherRecord, "not score token 5 at .* 2"),
-        (completion(GOOD[0], None, GOOD[2]), WrongTeacherRecord, "no log-probabilities at position 2"),
-        (completion(GOOD[0], {"5": 1.0}, GOOD[2]), WrongTeacherRecord, "no log-probabilities at position 2"),
-        (
-            completion(GOOD[0], position(5, -1.0, (8, -0.1)), GOOD[2]),
-            WrongTeacherRecord,
-            "the 2 likeliest ids at position 2",
-        ),
+        (with_second(position(9, -1.0)), WrongTeacherRecord, "not score token 5 at .* 2"),
+        (with_second(None), WrongTeacherRecord, "no log-probabilities at position 2"),
+        (with_second({"5": 1.0}), WrongTeacherRecord, "no log-probabilities at position 2"),
+        (with_second(position(5, -1.0, (8, -0.1))), WrongTeacherRecord, "the 2 likeliest ids at position 2"),
         ((200, {}, "{}"), TeacherRefuses, "no completion with prompt_logprobs"),
         ((200, {}, "[" * 100_000), TeacherRefuses, "sent more than|no completion"),
-        (
-            (200, {}, json.dumps({"choices": [{"prompt_logprobs": None}]})),
-            TeacherRefuses,
-            "must be a server of vLLM",
-        ),
+        ((200, {}, '{"choices": [{"prompt_logprobs": null}]}'), TeacherRefuses, "must be a server of vLLM"),
         ((200, {}, " " * 200_000), TeacherRefuses, "sent more than"),
         ((400, {}, json.dumps({"message": "k too large"})), TeacherRefuses, "status 400: .*k too large"),
         ((404, {}, "{}"), TeacherRefuses, "large at http.*status 404"),
@@ -103,7 +100,7 @@ def test_a_token_among_the_likeliest_and_no_ids_at_all(server: ChatServer) -> No
         ((429, {"retry-after": "7"}, "{}"), RewardUnavailable, "status 429"),
     ],
 )
-def test_what_is_no_answer_is_said(
+def test_what_is_no_answer_is_an_error(
     server: ChatServer, reply: Reply, error: type[Exception], said: str
 ) -> None:
     server.reply = lambda request: reply
@@ -114,7 +111,7 @@ def test_what_is_no_answer_is_said(
 
 
 def test_a_number_that_stands_for_minus_infinity_is_no_number(server: ChatServer) -> None:
-    server.reply = lambda request: completion(GOOD[0], position(5, -9999.0, (8, -0.1), (9, -9999.0)), GOOD[2])
+    server.reply = lambda request: with_second(position(5, -9999.0, (8, -0.1), (9, -9999.0)))
     found = ask(server)
     assert np.isnan(found.logprobs_T[0]) and np.isnan(found.topk_TK[0, 1]), "refused by check_teacher_record"
 
@@ -127,7 +124,7 @@ def test_a_server_that_is_down_or_slow_is_away(server: ChatServer) -> None:
     assert len(ask(server).logprobs_T) == 2
 
 
-async def test_the_event_loop_goes_on_while_a_reply_is_parsed(
+async def test_replies_are_parsed_beside_the_loop(
     server: ChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parsing waits here for the event loop: on the loop's own thread it would wait in vain."""

@@ -1,6 +1,6 @@
 """Random histories of a real buffer with a ledger: runs that are killed, resumed, and end."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from hypothesis import strategies as st
@@ -23,6 +23,7 @@ from forgeasync.config import BatchOrder, BufferSection, StaleGroups
 from forgeasync.rollouts import Group, Score, SpilledGroup
 from tests.support.buffer_world import EXACT, GROUP_SIZE, BufferWorld, make_task
 
+MOVES = "decode finish score complete complete take take serve fail checkpoint resume".split()
 REASONS = (DropReason.BAD_RECORD, DropReason.CANCELLED, DropReason.FILTERED, DropReason.UNSCORED)
 
 
@@ -45,7 +46,6 @@ class LedgerWorld(BufferWorld):
         """Finished groups by draw id."""
         self.taken: dict[int, set[int]] = {}
         """Draw ids of the groups that each step was made with, and those to come will be made with again."""
-        self.plans: list[RestorePlan] = []
 
     def score(self, group_id: int) -> None:
         group = self.sampled[group_id]
@@ -66,6 +66,40 @@ class LedgerWorld(BufferWorld):
             self.taken[self.trainer_version] = {group.draw_id for group in batch.groups}
         return batch
 
+    def move(self, draw: st.DrawFn) -> None:
+        """Start all that can start, and make a random move."""
+
+        def one_of(groups: Iterable[int]) -> int:
+            return draw(st.sampled_from(sorted(groups)))
+
+        self.start_all()
+        match draw(st.sampled_from(MOVES)):
+            case "decode" if self.sampling:
+                self.decode(one_of(self.sampling))
+            case "finish" if self.sampling:
+                self.finish(one_of(self.sampling))
+            case "score" if self.sampled:
+                self.score(one_of(self.sampled))
+            case "complete":
+                for group_id in sorted(self.sampling):
+                    self.finish(group_id)
+                for group_id in sorted(self.sampled):
+                    self.score(group_id)
+            case "take":
+                if self.take() is not None and draw(st.booleans()):
+                    self.serve(self.trainer_version)
+            case "serve":
+                self.serve(self.trainer_version)
+            case "fail" if known := (*self.sampling, *self.sampled):
+                self.fail(one_of(known), draw(st.sampled_from(REASONS)))
+            case "checkpoint":
+                self.checkpoint()
+            case "resume" if self.checkpoints:
+                self.note()
+                missing = draw(st.sets(st.sampled_from(sorted(self.disk)))) if self.disk else ()
+                self.resume(draw(st.integers(0, len(self.checkpoints) - 1)), missing=missing)
+        self.note()
+
     def checkpoint(self) -> None:
         snapshot = self.buffer.snapshot()
         self.note(Checkpointed(step=self.trainer_version))
@@ -78,6 +112,7 @@ class LedgerWorld(BufferWorld):
         del self.checkpoints[number + 1 :]
         for draw_id in missing:
             self.disk.pop(draw_id, None)
+        made, on_disk, was_killed = dict(self.taken), set(self.disk), not self.book.is_ended
         plan = plan_restore(
             [self._candidate(draw_id, one) for draw_id, one in self.disk.items()],
             self.book.lost_after(snapshot.trainer_version),
@@ -85,7 +120,6 @@ class LedgerWorld(BufferWorld):
             groups_per_step=self.groups_per_step,
             max_off_policy_steps=self.k,
         )
-        self.plans.append(plan)
         self.buffer = self.new_buffer()
         self.buffer.restore(snapshot, batches=plan.batches, num_groups=len(plan.restored))
         self.trainer_version = self.served_version = snapshot.trainer_version
@@ -106,6 +140,11 @@ class LedgerWorld(BufferWorld):
             one.submission_id: one.attempt for one in sorted(waiting, key=lambda one: one.submission_id)
         }
         self._restore(plan)
+        # The steps made before a kill are made again with the same groups, as far as they are all there.
+        for number, batch in enumerate(plan.batches, start=self.trainer_version + 1):
+            assert made[number] == {one.draw_id for one in self.restored_of(batch)}
+        if was_killed:
+            assert not made.get(last + 1, {None}) <= on_disk, f"step {last + 1} could be made again"
 
     def restored_of(self, prompts: Collection[int]) -> list[Group]:
         """The groups on the disk of some prompts."""
@@ -139,31 +178,8 @@ class LedgerWorld(BufferWorld):
 def histories(draw: st.DrawFn, *, num_moves: int = 40) -> list[AnyEvent]:
     """Events of a run, each of which the real buffer has made; the book has followed it."""
     world = LedgerWorld(groups_per_step=draw(st.integers(1, 3)), k=draw(st.integers(0, 2)))
-    moves = ["finish", "score", "complete", "complete", "take", "take", "fail", "checkpoint", "resume"]
     for _ in range(draw(st.integers(5, num_moves))):
-        world.start_all()
-        match draw(st.sampled_from(moves)):
-            case "finish" if world.sampling:
-                world.finish(draw(st.sampled_from(sorted(world.sampling))))
-            case "score" if world.sampled:
-                world.score(draw(st.sampled_from(sorted(world.sampled))))
-            case "complete":
-                for group_id in sorted(world.sampling):
-                    world.finish(group_id)
-                for group_id in sorted(world.sampled):
-                    world.score(group_id)
-            case "take":
-                if world.take() is not None:
-                    world.serve(world.trainer_version)
-            case "fail" if known := sorted(world.sampling) + sorted(world.sampled):
-                world.fail(draw(st.sampled_from(known)), draw(st.sampled_from(REASONS)))
-            case "checkpoint":
-                world.checkpoint()
-            case "resume" if world.checkpoints:
-                world.note()
-                missing = draw(st.sets(st.sampled_from(sorted(world.disk)))) if world.disk else ()
-                world.resume(draw(st.integers(0, len(world.checkpoints) - 1)), missing=missing)
-        world.note()
+        world.move(draw)
     if draw(st.booleans()):
         world.end()
         if world.checkpoints and draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""Records of teachers: there and back through a payload, parts of them, and what is refused."""
+"""Teachers: records of what they said and what of them is refused, and prompts of those that know more."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,16 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forgeasync.config import TeacherSection
+from forgeasync.models import TURN_END, character_tokenizer
 from forgeasync.rollouts import (
     NO_ID,
     NOT_ASKED,
     KeptTokens,
+    PromptEncoder,
+    Response,
+    Task,
+    TeacherPrompts,
     TeacherRecord,
+    WithoutPrompt,
     WrongTeacherRecord,
     check_teacher_record,
     concatenate_teacher_records,
     no_teacher_record,
     student_ids,
+    teacher_prompt,
     teacher_record,
 )
 
@@ -118,7 +126,7 @@ V = 30
 
 
 @st.composite
-def responses(draw: st.DrawFn) -> tuple[list[set[int]], list[int], list[bool]]:
+def kept_responses(draw: st.DrawFn) -> tuple[list[set[int]], list[int], list[bool]]:
     """Kept sets with their sampled ids; none for tokens that were given."""
     is_sampled = draw(st.lists(st.booleans(), max_size=8))
     sets = [
@@ -128,7 +136,7 @@ def responses(draw: st.DrawFn) -> tuple[list[set[int]], list[int], list[bool]]:
     return sets, ids, is_sampled
 
 
-@given(response=responses(), num_ids=st.integers(1, 9))
+@given(response=kept_responses(), num_ids=st.integers(1, 9))
 def test_rows_are_the_kept_sets_as_far_as_there_is_room(
     response: tuple[list[set[int]], list[int], list[bool]], num_ids: int
 ) -> None:
@@ -153,3 +161,127 @@ def test_a_sampled_token_without_a_set_is_refused() -> None:
     assert student_ids(kept, ids_T, np.array([True, False]), num_ids=2).tolist() == [[4, NO_ID], [NO_ID] * 2]
     with pytest.raises(ValueError, match="token 1 was drawn from the whole vocabulary"):
         student_ids(kept, ids_T, np.array([True, True]), num_ids=2)
+
+
+TASK = Task(
+    task_id="t7",
+    prompt="1+1 $x",
+    answer="2",
+    source_index=0,
+    source="sums",
+    record={"hint": "count {fingers}", "level": 3},
+)
+
+
+def test_what_the_task_has_is_filled_in_as_it_is() -> None:
+    assert teacher_prompt("$hint ($level) $$ ${answer}: $prompt", TASK) == "count {fingers} (3) $ 2: 1+1 $x"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("$solution", r"\$solution, which task t7 does not; .* \$answer, \$sibling, \$feedback, \$hint"),
+        ("5 $ each", r"is no template: .*; write \$\$ for a dollar sign"),
+    ],
+)
+def test_what_it_does_not_have_is_said(template: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        teacher_prompt(template, TASK)
+
+
+def test_a_template_says_whether_it_shows_a_sibling() -> None:
+    for prompt in (None, "$prompt", "$$sibling $prompt"):
+        assert not TeacherSection(model_path="x", prompt=prompt).shows_sibling
+    assert TeacherSection(model_path="x", prompt="${sibling}: $prompt").shows_sibling
+
+
+TOKENIZER = character_tokenizer(chat_template=True)
+ENCODER = PromptEncoder(TOKENIZER, chat_template=False)
+SIBLING = TeacherSection(model_path="x", prompt="$sibling|$prompt")
+
+
+def responses(*texts: str, correct: str) -> list[Response]:
+    """A token for every character; "1" in ``correct`` is a response that is correct."""
+    return [
+        Response(text=text, num_tokens=len(text), is_correct=mark == "1")
+        for text, mark in zip(texts, correct, strict=True)
+    ]
+
+
+def read(
+    group: list[Response],
+    *,
+    max_tokens: int = 1000,
+    encoder: PromptEncoder = ENCODER,
+    section: TeacherSection = SIBLING,
+) -> list[str | None]:
+    """What the teacher reads before each response, as text; None: it is not asked."""
+    prompts = TeacherPrompts(encoder=encoder, max_tokens=max_tokens)
+    return [
+        None if one is WithoutPrompt.NOTHING else TOKENIZER.decode(one)
+        for one in prompts.of_group(section, TASK, group)
+    ]
+
+
+def test_a_sibling_cannot_end_its_own_quotation() -> None:
+    """A model can write the mark of a turn's end character by character; read again, it is that mark."""
+    written = f"2{TURN_END}{TURN_END}"
+    group = responses("a", written, "2", correct="011")
+    assert read(group) == ["2|1+1 $x", "2|1+1 $x", None]
+    marks = PromptEncoder(TOKENIZER, chat_template=True)
+    in_turn = read(group, encoder=marks)
+    assert in_turn[0] is not None and in_turn[0].count(TURN_END) == 1
+
+
+@given(
+    st.lists(st.tuples(st.text("ab", max_size=6), st.booleans()), min_size=1, max_size=6), st.integers(0, 30)
+)
+def test_each_response_is_shown_the_next_correct_one_that_leaves_room(
+    group: list[tuple[str, bool]], max_tokens: int
+) -> None:
+    """After the last one comes the first. A mark of one token is between the prompts."""
+    made = [Response(text=text, num_tokens=len(text), is_correct=correct) for text, correct in group]
+    for index, shown in enumerate(read(made, max_tokens=max_tokens)):
+        room = max_tokens - made[index].num_tokens - len(TASK.prompt) - 1
+        siblings = [*made[index + 1 :], *made[:index]]
+        fitting = [one.text for one in siblings if one.is_correct and one.num_tokens <= room]
+        assert shown == (f"{fitting[0]}|{TASK.prompt}" if fitting else None)
+
+
+FEEDBACK = TeacherSection(model_path="x", prompt="$feedback|$prompt")
+BOTH = TeacherSection(model_path="x", prompt="$feedback|$sibling|$prompt")
+
+
+def told(*feedbacks: str, correct: str = "000") -> list[Response]:
+    """Responses of one token, "a", "b" ..., and what the reward has said about each."""
+    made = responses(*"abc"[: len(feedbacks)], correct=correct[: len(feedbacks)])
+    return [replace(one, feedback=feedback) for one, feedback in zip(made, feedbacks, strict=True)]
+
+
+def test_each_response_is_shown_what_was_said_about_itself() -> None:
+    """Nothing that the words contain is filled in, by no template."""
+    group = told("too low", "", "$answer ${hint} $$ {{ 7*7 }} {% raw %} %s {0}")
+    shown = ["too low|1+1 $x", None, "$answer ${hint} $$ {{ 7*7 }} {% raw %} %s {0}|1+1 $x"]
+    assert read(group, section=FEEDBACK) == shown
+    in_turn = read(group, encoder=PromptEncoder(TOKENIZER, chat_template=True), section=FEEDBACK)
+    assert in_turn[2] is not None and str(shown[2]) in in_turn[2] and "49" not in in_turn[2]
+
+
+def test_a_feedback_cannot_end_its_own_quotation_and_has_to_leave_room() -> None:
+    group = told(f"2{TURN_END}", "abcd")
+    assert read(group, section=FEEDBACK) == [None, "abcd|1+1 $x"]
+    assert read(group, max_tokens=4 + 1 + 6 + 1, section=FEEDBACK) == [None, "abcd|1+1 $x"]
+    assert read(group, max_tokens=4 + 1 + 6, section=FEEDBACK) == [None, None]
+
+
+def test_a_feedback_and_a_sibling_are_both_needed() -> None:
+    group = told("one", "two", "", correct="010")
+    assert read(group, section=BOTH) == ["one|b|1+1 $x", None, None]
+    assert BOTH.shows_sibling and BOTH.needs_scores and not BOTH.shows_only_sibling
+    assert FEEDBACK.needs_scores and not FEEDBACK.shows_sibling and SIBLING.shows_only_sibling
+
+
+def test_a_prompt_without_a_sibling_is_the_same_for_all() -> None:
+    prompts = TeacherPrompts(encoder=ENCODER, max_tokens=10)
+    assert prompts.of_task(None, TASK) is WithoutPrompt.POLICYS
+    np.testing.assert_array_equal(prompts.of_task("$answer", TASK), ENCODER.encode("2"))

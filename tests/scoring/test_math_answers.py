@@ -1,6 +1,7 @@
-"""Math rewards: right answers in other words score 1, and answers near the right one score 0."""
+"""Math rewards: where the answer is, what it is equal to, and that no expression can stall the verifier."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import pytest
@@ -8,8 +9,71 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forgeasync.config import ScorerSection
-from forgeasync.rollouts import ScoreStatus
+from forgeasync.rollouts import Score, ScoreStatus
 from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool, math_reward
+
+FOUND = [
+    ("42", r"So we get \boxed{42}.", "The answer is 42."),
+    ("$42$", r"\boxed{42}"),
+    ("$$42$$", r"\boxed{42}"),
+    (r"\(\{2, 1\}\)", r"\boxed{\{1, 2\}}"),
+    (r"\boxed{7}", r"\boxed{7}"),
+    ("(x+1)^2", r"$\boxed{x^2+2x+1}$"),
+    ("2", r"first \boxed{1}, no: \boxed{2}", r"The final answer is $1$. I hope so. \boxed{2}"),
+    ("5", r"\boxed{4 no, it is \boxed{5}"),
+    ("14", "3 + 4 = 7, then 7 * 2 = 14"),
+    ("-1234", "Final answer: -1,234", "#### -1,234"),
+    ("0.75", r"hence $x = \frac{3}{4}$"),
+    ("8", "the sum is 9\n" * 20_000 + "so the answer is 8"),
+    ("7", "The answer is 7 (2+5)"),
+    ("11", "She pays $5 and $6, so in total $11"),
+    ("0.006", "the answer is 6e-3."),
+    ("100_2", "so it is $100_{2}$."),
+    # Boxes without braces, and in others.
+    ("3", r"\boxed{x=\boxed{3}}"),
+    ("5", r"\fbox{5}", r"\boxed 5", r"$\boxed 5$, not 6", r"\boxed{5} is it, not 6."),
+    ("0.5", r"\boxed {\frac{1}{2}} and not 3", r"\boxed{4}, no: \boxed\frac{1}{2} it is"),
+    (r"\{1\}", r"\boxed{\left\{1\right\}} and not 3"),
+    ("4", r"} } \boxed{4} and not 3"),
+    # What closed reasoning held is no answer; reasoning that was not closed is all that there is.
+    ("3", r"<think>maybe \boxed{2}</think> it is 3", r"<think>\boxed{2}</think>\boxed{3}"),
+    ("2", r"<think>so \boxed{2}"),
+    # Signs before a number.
+    ("4", "#4", "# 4", "#### 4", "####4", "#### $4", "3 + 1 = 4\n#### 4"),
+    ("4", r"\boxed{#4}", r"\boxed{\#4}", r"\boxed{#### 4}", "The answer is #4.", "The answer is **#4**"),
+    ("0.5", r"#### \frac{1}{2}"),
+    ("#4", "4"),
+    ("#### 4", "4"),
+    ("Half of 2000 is 2000 / 2 = 1000.\n#### 1,000", "1,000"),
+    ("From a = 3 follows a / 4.5.\n#### 2/3", r"\frac{2}{3}"),
+    ("a=3\n#### 2/3", r"\frac{2}{3}"),
+    # Where "#4" names something, the number before it stays the answer.
+    ("8", "The answer is 8 (by rule #4 above)", "## 3. Sum\n5 + 3 = 8"),
+]
+"""A reference answer, and responses whose final answer it is."""
+
+NOT_FOUND = [
+    ("42", r"\boxed{42} or rather \boxed{41}", r"It is 42: \boxed{unknown}", r"42 \boxed{}"),
+    ("42", r"\boxed{41, 42}", "first 42, then 43", "no number at all", ""),
+    ("1,000", r"\boxed{1}"),
+    ("", "42"),
+    # One place holds the final answer.
+    ("5", r"\boxed{5} and then it was cut: \boxed{6", r"\boxedtext{5} but 6"),
+    ("4", r"\boxed{4} then \boxed{", r"\boxed{4} then \boxed{\frac{1}{2}", r"\boxed{4} no, \boxed 5"),
+    ("4", r"We get $4$. Then the result is $\frac{$", r"the answer is 4, or $\frac{1}{2"),
+    ("3", r"\boxed{4 \text{ or } \boxed{3}}"),
+    ("1", r"\boxed{1} \boxed"),
+    ("6", "the answer is 6e23"),
+    ("100", "so it is 100_3"),
+    # What closed reasoning held is no answer.
+    ("2", r"<think>maybe \boxed{2}</think> it is 3", r"<think>\boxed{2}</think>"),
+    ("2", r"\boxed{2}</think> I do not know.", r"[THINK]\boxed{2}[/THINK] It is 3."),
+    ("3", r"<think>the answer is 3</think>", r"<think>a</think> \boxed{3} <think>b</think> \boxed{2}"),
+    # The hash is no sign, and no licence either.
+    ("4", "#5", r"\boxed{#5}", "#### 5"),
+    ("4 + 1 = 5\n#### 4", "5"),
+]
+"""A reference answer, and responses whose final answer is another one, or that have none."""
 
 RIGHT = [
     (r"\frac{1}{2006!}", r"\frac{1}{2006!}"),
@@ -17,16 +81,9 @@ RIGHT = [
     ("2^{100000}", r"2 \cdot 2^{99999}"),
     (r"\binom{2000}{1000}", r"\frac{2000!}{(1000!)^2}"),
     ("10^{10^{10}}", "10^{10000000000}"),
-    (r"1-\frac1e", r"1-\frac{1}{\mathrm{e}}"),
-    ("e^2", r"\operatorname{e}^{2}"),
     ("xe^x", r"x\mathrm{e}^{x}"),
-    (r"\pi", r"\uppi"),
-    ("6e23", r"6 \times 10^{23}"),
-    (r"6\cdot10^{23}", "6E23"),
     (r"6.02\times 10^{23}", r"6.02 * 10^23"),
-    ("0.00006", "6e-5"),
-    (r"\varnothing", r"\emptyset", r"\{ \}", "∅"),
-    (r"\emptyset", r"\left\{\right\}"),
+    (r"\varnothing", r"\emptyset", r"\{ \}", "∅", r"\left\{\right\}"),
     (r"\frac17", r"0.\overline{142857}"),
     (r"\frac16", r"0.1\bar{6}"),
     ("1.5", "1 1/2"),
@@ -66,7 +123,6 @@ RIGHT = [
 """A reference answer, and answers that are equal to it."""
 
 WRONG = [
-    (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"),
     (r"\frac{1}{2006!}", r"\frac{1}{2004!}"),
     (r"\frac{1}{\binom{100}{49}}", r"\frac{1}{\binom{100}{50}}"),
     ("0", "10^{-30}", "e^{-100}"),
@@ -86,12 +142,8 @@ WRONG = [
     (r"\pi", "3.14", r"\frac{355}{113}"),
     (r"\sqrt{2}", "1.4142"),
     (r"x+\frac{1}{2^{98}}", r"x+\frac{1}{2^{99}}"),
-    (r"2\cdot 10^{-20}x", "10^{-20}x"),
-    (r"x=\frac{1}{2^{98}}", r"x=\frac{1}{2^{99}}"),
     ("y=2x+1", "y=2x+1.0000000001"),
     ("x^2+1=0", "x^2+4=0"),
-    (r"\{1,\frac{1}{2^{98}}\}", r"\{1,\frac{1}{2^{99}}\}"),
-    (r"(1,\frac{1}{2^{98}})", r"(1,\frac{1}{2^{99}})"),
     (r"[0,\frac{1}{2^{98}}]", r"[0,\frac{1}{2^{99}}]"),
     (r"\begin{pmatrix}\frac12\\2\end{pmatrix}", r"\begin{pmatrix}0.5000000001\\2\end{pmatrix}"),
     ("(1,2)", "(1,2]", "(2,1)"),
@@ -116,24 +168,43 @@ WRONG = [
 """A reference answer, and answers that are not."""
 
 
+def cases(right: list[tuple[str, ...]], wrong: list[tuple[str, ...]]) -> list[tuple[str, str, float]]:
+    """What is judged, the reference answer and the reward."""
+    return [
+        (one, answer, reward)
+        for rows, reward in ((right, 1.0), (wrong, 0.0))
+        for answer, *others in rows
+        for one in others
+    ]
+
+
+@pytest.mark.parametrize(("response", "answer", "reward"), cases(FOUND, NOT_FOUND))
+def test_one_place_holds_the_final_answer(response: str, answer: str, reward: float) -> None:
+    assert math_reward(response, answer) == reward
+
+
+@pytest.mark.parametrize(("found", "answer", "reward"), cases(RIGHT, WRONG))
+def test_equal_answers_score_one_and_others_zero(found: str, answer: str, reward: float) -> None:
+    assert math_reward(f"so \\boxed{{{found}}}", answer) == reward
+
+
 @pytest.fixture(scope="module")
-def verifiers() -> Iterator[VerifierPool]:
+def patient() -> Iterator[VerifierPool]:
     pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1))
     yield pool
     pool.close()
 
 
-CASES = [
-    (found, answer, reward)
-    for rows, reward in ((RIGHT, 1.0), (WRONG, 0.0))
-    for answer, *others in rows
-    for found in others
-]
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[VerifierPool]:
+    section = ScorerSection(num_workers=1, answer_limit_s=2.0, answer_memory_mib=256)
+    pool = VerifierPool(MathVerifierChoice(), section)
+    yield pool
+    pool.close()
 
 
-@pytest.mark.parametrize(("found", "answer", "reward"), CASES)
-def test_equal_answers_score_one_and_others_zero(found: str, answer: str, reward: float) -> None:
-    assert math_reward(f"so \\boxed{{{found}}}", answer) == reward
+def verify(pool: VerifierPool, response: str, answer: str) -> Score:
+    return pool.score(MathProblem(answer=answer), response)
 
 
 @pytest.mark.parametrize("answer", ["42", "10^{10^{10}+1}", "(10^9+1)!"])
@@ -152,11 +223,49 @@ def test_equal_answers_score_one_and_others_zero(found: str, answer: str, reward
         "1E999999999",
     ],
 )
-def test_numbers_too_large_to_compute_are_other_numbers_at_once(
-    verifiers: VerifierPool, expression: str, answer: str
-) -> None:
-    score = verifiers.score(MathProblem(answer=answer), f"\\boxed{{{expression}}}")
+def test_huge_numbers_are_other_numbers_at_once(patient: VerifierPool, expression: str, answer: str) -> None:
+    score = verify(patient, f"\\boxed{{{expression}}}", answer)
     assert (score.value, score.has_answer, score.status) == (0.0, True, ScoreStatus.SCORED)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [r"\Gamma(1000000000)", pytest.param(r"\prod_{k=1}^{1000000000} k", marks=pytest.mark.exhaustive)],
+    ids=["gamma", "product"],
+)
+def test_endless_expressions_are_cut_off_and_counted(impatient: VerifierPool, expression: str) -> None:
+    before = impatient.counts
+    assert verify(impatient, f"\\boxed{{{expression}}}", "42") == Score(value=0.0, is_correct=False)
+    after = impatient.counts
+    assert after.num_timeouts == before.num_timeouts + 1
+    assert verify(impatient, r"\boxed{42}", "42") == Score(value=1.0, is_correct=True)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "\\boxed{" + "(" * 20_000 + "42" + ")" * 20_000 + "}",
+        "\\boxed{" * 150_000 + "42",
+        "\\boxed{" + "{" * 5_000 + "42" + "}" * 5_000 + "}",
+        "\\boxed{" + "1" * 1_000_000 + "}",
+        "\\boxed{" + "1+" * 500_000 + "1}",
+        "$" * 1_000_000,
+        "\\frac" * 200_000,
+        "answer: " * 130_000,
+        "\x00\ud800\n" * 1000,
+    ],
+    ids=["nesting", "open boxes", "braces", "digits", "sum", "dollars", "fractions", "anchors", "surrogates"],
+)
+def test_monstrous_strings_score_zero(impatient: VerifierPool, response: str) -> None:
+    assert not verify(impatient, response, "41").is_correct
+    assert verify(impatient, r"\boxed{42}", "42").is_correct
+
+
+def test_threads_get_their_own_answers() -> None:
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        pairs = [(f"\\boxed{{{i}}}", str(i if i % 3 else i + 1)) for i in range(60)]
+        rewards = list(pool.map(lambda pair: math_reward(*pair), pairs))
+    assert rewards == [1.0 if i % 3 else 0.0 for i in range(60)]
 
 
 def fraction_latex(value: Fraction) -> str:
@@ -243,9 +352,7 @@ written = (
     sign=st.sampled_from(["", "-"]),
     frame=st.sampled_from(["{}", "{}.", "$ {} $", r"\,{}\;"]),
 )
-def test_numbers_are_equal_however_they_are_written(
-    written: tuple[str, Fraction], sign: str, frame: str
-) -> None:
+def test_numbers_are_equal_in_any_writing(written: tuple[str, Fraction], sign: str, frame: str) -> None:
     text, value = written
     answer = sign + fraction_latex(value)
     assert math_reward(f"\\boxed{{{frame.format(sign + text)}}}", answer) == 1.0
@@ -265,9 +372,7 @@ def test_numbers_are_equal_however_they_are_written(
     ),
     data=st.data(),
 )
-def test_constants_are_equal_in_every_font(
-    value: Fraction, constants: list[str], data: st.DataObject
-) -> None:
+def test_constants_are_equal_in_any_font(value: Fraction, constants: list[str], data: st.DataObject) -> None:
     first, second = data.draw(st.sampled_from(constants)), data.draw(st.sampled_from(constants))
     answer = rf"{fraction_latex(value)} + {first}"
     assert math_reward(rf"\boxed{{{second} + {fraction_latex(value)}}}", answer) == 1.0
