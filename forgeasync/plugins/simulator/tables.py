@@ -94,7 +94,8 @@ def _ms(estimate: Estimate) -> str:
 
 
 def _number(seconds: float) -> str:
-    return f"{1000 * seconds:.3g}"
+    milliseconds = 1000 * seconds
+    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
 
 
 def print_plan(plan: SplitPlan, *, is_stated: bool) -> None:
