@@ -191,39 +191,20 @@ async def test_a_client_that_runs_out_of_patience(hand_time: HandTime) -> None:
     assert len(agent.calls) == 1
 
 
-async def test_the_same_request_twice_is_two_turns() -> None:
-    agent = numbered()
-    async with serving(agent) as (_, session):
-        at_once = await asyncio.gather(*(chat(session) for _ in range(5)))
-        later = await chat(session)
-    assert sorted([*at_once, later]) == [f"answer {index}" for index in range(1, 7)]
-    assert session.counts.num_retries_joined == 0
-
-
-async def test_a_request_that_was_too_many_gets_a_turn_of_its_own_later() -> None:
+async def test_one_turn_too_many_is_told_when_to_come_back_and_gets_a_turn_of_its_own() -> None:
     """Its retry must not join the sampling of the sub-agent that asked the same."""
     agent = numbered(is_held=True)
     async with serving(agent, limits=SessionLimits(max_turns_at_once=1)) as (_, session):
         first = asyncio.create_task(chat(session))
         await until(lambda: len(agent.calls) == 1)
-        second = asyncio.create_task(chat(session))
-        await until(lambda: session.counts.num_refused == 1)
-        agent.gate.set()
-        assert await first == "answer 1"
-        assert await second == "answer 2"
-    assert session.counts.num_retries_joined == 0
-
-
-async def test_too_many_turns_at_once_are_told_when_to_come_back() -> None:
-    agent = numbered(is_held=True)
-    async with serving(agent, limits=SessionLimits(max_turns_at_once=2)) as (_, session):
-        running = [asyncio.create_task(chat(session)) for _ in range(2)]
-        await until(lambda: len(agent.calls) == 2)
-        with pytest.raises(openai.RateLimitError, match="2 turns of this session") as caught:
+        with pytest.raises(openai.RateLimitError, match="1 turns of this session") as caught:
             await chat(session, max_retries=0)
         assert caught.value.response.headers["retry-after"] == "1"
+        second = asyncio.create_task(chat(session))
+        await until(lambda: session.counts.num_refused == 2)
         agent.gate.set()
-        await asyncio.gather(*running)
+        assert [await first, await second] == ["answer 1", "answer 2"]
+    assert session.counts.num_retries_joined == 0
 
 
 async def test_a_turn_that_failed_is_sampled_again() -> None:
