@@ -16,8 +16,7 @@ import datasets
 import huggingface_hub
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from tokenizers import processors
 
 from forgeasync.config import DataSection, PythonReward, ScorerSection, load_config, named_sources
 from forgeasync.controller import check_plan
@@ -26,6 +25,7 @@ from forgeasync.rollouts import PromptEncoder, Task
 from forgeasync.schema import ConfigError
 from forgeasync.scoring import ProblemDiffers, VerifiedScorer, last_number, verifier_choice
 from tests.support.buffer_world import make_task
+from tests.support.chat import CHATML, END, PICKY, START, make_tokenizer
 from tests.support.config_samples import CONFIGS
 
 # One digit and two terms leave 200 distinct problems.
@@ -423,50 +423,44 @@ def test_reasoning_gym_is_imported_without_what_it_imports_for_plots(code: str, 
 # ---- prompts
 
 
-TEMPLATE = (
-    "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "<bos> {% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
-    "{% if thinking %}think {% endif %}{% if add_generation_prompt %}model{% endif %}"
-)
-USER_FIRST = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}x"
+THINKING = "{% if thinking %}think {% endif %}" + CHATML
 USER_ONLY = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
 BRIEF = {"system_prompt": "be brief"}
+ASKED = f"{START}user\none two{END}\n{START}assistant\n"
 
 
-def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-    words = ["<unk>", "<bos>", "system", "user", "model", "one", "two", "think", "be", "brief"]
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<bos>", unk_token="<unk>")
-    tokenizer.chat_template = template
-    return tokenizer
+def encoder(template: str | None, **options: object) -> PromptEncoder:
+    """By a tokenizer that puts a special token before whatever it tokenizes."""
+    tokenizer = make_tokenizer(template)
+    first = [(START, tokenizer.convert_tokens_to_ids(START))]
+    added = processors.TemplateProcessing(single=f"{START} $A", special_tokens=first)
+    tokenizer.backend_tokenizer.post_processor = added
+    return PromptEncoder(tokenizer, **options)
 
 
 @pytest.mark.parametrize(
-    ("template", "options", "words"),
+    ("template", "options", "text"),
     [
         # Raw text gets no special tokens.
         (None, {}, "one two"),
-        (TEMPLATE, {}, "<bos> user one two model"),
-        (TEMPLATE, BRIEF, "<bos> system be brief user one two model"),
-        (TEMPLATE, {"template_arguments": {"thinking": True}}, "<bos> user one two think model"),
+        (THINKING, {}, ASKED),
+        (THINKING, {"template_arguments": {"thinking": True}}, f"think {ASKED}"),
+        (THINKING, BRIEF, f"{START}system\nbe brief{END}\n{ASKED}"),
     ],
 )
 def test_a_prompt_ends_where_the_response_begins(
-    template: str | None, options: dict[str, object], words: str
+    template: str | None, options: dict[str, object], text: str
 ) -> None:
-    tokenizer = make_tokenizer(template)
-    ids = PromptEncoder(tokenizer, chat_template=template is not None, **options).encode("one two")
-    assert ids.dtype == np.int32 and tokenizer.convert_ids_to_tokens(ids) == words.split()
+    ids = encoder(template, chat_template=template is not None, **options).encode("one two")
+    assert ids.dtype == np.int32 and make_tokenizer(None).decode(ids.tolist()) == text
 
 
 @pytest.mark.parametrize(
     ("template", "options", "said"),
     [
         (None, {}, r"data\.chat_template"),
-        (TEMPLATE, {"template_arguments": {"thinkin": True}}, r"arguments\.thinkin = True: .*thinking"),
-        (USER_FIRST, BRIEF, r"data\.system_prompt = 'be brief': .*user first"),
+        (THINKING, {"template_arguments": {"thinkin": True}}, r"arguments\.thinkin = True: .*thinking"),
+        (PICKY, BRIEF, r"data\.system_prompt = 'be brief': .*no system role"),
         (USER_ONLY, BRIEF, r"data\.system_prompt = 'be brief': .*leaves"),
     ],
 )
@@ -474,12 +468,11 @@ def test_a_template_that_cannot_render_what_the_config_asks_for_is_refused(
     template: str | None, options: dict[str, object], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        PromptEncoder(make_tokenizer(template), chat_template=True, **options)
+        encoder(template, chat_template=True, **options)
 
 
 def test_prompts_must_leave_room_for_a_response() -> None:
-    encoder = PromptEncoder(make_tokenizer(None), chat_template=False)
-    task = replace(make_task(7), prompt="one two one")
-    encoder.check_length(task, max_context_length=10, max_response_tokens=7)
+    raw, task = encoder(None, chat_template=False), replace(make_task(7), prompt="one")
+    raw.check_length(task, max_context_length=10, max_response_tokens=7)
     with pytest.raises(ValueError, match=rf"'{task.task_id}' has 3 tokens"):
-        encoder.check_length(task, max_context_length=10, max_response_tokens=8)
+        raw.check_length(task, max_context_length=10, max_response_tokens=8)

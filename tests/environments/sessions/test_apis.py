@@ -16,7 +16,11 @@ from forgeasync.environments import (
     SessionLimits,
     ToolSpec,
     TooManyTurns,
+    assistant,
+    result,
+    user,
 )
+from forgeasync.environments import call as call_of
 from forgeasync.observability import SESSION_COUNTS
 from forgeasync.rollouts import FinishReason
 from tests.environments.sessions.apis import (
@@ -41,6 +45,8 @@ from tests.support.sessions import (
     strictly,
 )
 
+BRIEF = {"role": "system", "content": "Be brief."}
+
 by_stream = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 
 
@@ -62,9 +68,8 @@ async def test_a_turn_is_shown_whole_and_comes_back_as_the_same_turn(
     assert api.reasoning(first) == (turn.reasoning or "") and api.text(first).startswith(turn.text)
     assert all(broken.text in api.text(first) for broken in turn.broken_tool_calls)
     assert api.usage(first) == (11, 7)
-    results = [{"role": "tool", "tool_call_id": one.id, "content": "rain"} for one in calls]
-    said = {"role": "user", "content": "And now?"}
-    assert agent.calls[1].messages == (USER, turn.message, *results, said)
+    results = [result(one.id, "rain") for one in calls]
+    assert agent.calls[1].messages == (USER, turn.message, *results, user("And now?"))
     num_as_text = len(turn.broken_tool_calls) + len(turn.tool_calls) - len(calls)
     counts = session.counts
     assert (counts.num_ours, counts.num_rewritten, counts.num_shown_as_text) == (1, 0, num_as_text)
@@ -278,7 +283,7 @@ async def test_what_the_agent_is_asked_by_chat_completions() -> None:
         )
         await CHAT.ask(session, [USER], tools=[CHAT.tool()], tool_choice="none", max_tokens=6, stop="x")
     first, second = agent.calls
-    assert first.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "ab"})
+    assert first.messages == (BRIEF, user("ab"))
     assert first.tools == (ToolSpec(**FUNCTION),)
     assert (first.max_tokens, tuple(first.stop)) == (5, ("\n", "END"))
     assert (second.tools, second.max_tokens, tuple(second.stop)) == (None, 6, ("x",))
@@ -412,7 +417,7 @@ async def test_what_a_response_repeats() -> None:
     more = {"tools": [RESPONSES.tool()], "tool_choice": "none", "metadata": {"a": "b"}}
     async with serving(agent) as (_, session):
         got = await RESPONSES.ask(session, "hi", stream=True, max_output_tokens=3, **more)
-    assert agent.calls[0].messages == ({"role": "user", "content": "hi"},)
+    assert agent.calls[0].messages == (user("hi"),)
     assert (agent.calls[0].tools, agent.calls[0].max_tokens) == (None, 3)
     assert (got.metadata, got.tool_choice, got.tools) == ({"a": "b"}, "none", [])
 
@@ -427,21 +432,18 @@ async def test_a_conversation_by_previous_response_id() -> None:
     brief = {"instructions": "Be brief.", "tools": [RESPONSES.tool()]}
     async with serving(agent) as (_, session):
         first = await RESPONSES.ask(session, "Oslo?", **brief)
-        result = {"type": "function_call_output", "call_id": "call_0", "output": "rain"}
-        second = await RESPONSES.ask(session, [result], previous_response_id=first.id, **brief)
+        output = {"type": "function_call_output", "call_id": "call_0", "output": "rain"}
+        second = await RESPONSES.ask(session, [output], previous_response_id=first.id, **brief)
         assert second.previous_response_id == first.id
         await RESPONSES.ask(session, "Thanks.", previous_response_id=second.id, **brief)
         # Instructions are not carried over.
         await RESPONSES.ask(session, "Thanks.", previous_response_id=first.id)
-    system = {"role": "system", "content": "Be brief."}
-    user = {"role": "user", "content": "Oslo?"}
-    tool = {"role": "tool", "tool_call_id": "call_0", "content": "rain"}
-    thanks = {"role": "user", "content": "Thanks."}
+    oslo, thanks = user("Oslo?"), user("Thanks.")
     sent = [list(one.messages) for one in agent.calls]
-    assert sent[0] == [system, user]
-    assert sent[1] == [system, user, turns[0].message, tool]
-    assert sent[2] == [system, user, turns[0].message, tool, turns[1].message, thanks]
-    assert sent[3] == [user, turns[0].message, thanks]
+    assert sent[0] == [BRIEF, oslo]
+    assert sent[1] == [BRIEF, oslo, turns[0].message, result("call_0", "rain")]
+    assert sent[2] == [*sent[1], turns[1].message, thanks]
+    assert sent[3] == [oslo, turns[0].message, thanks]
 
 
 async def test_a_response_that_was_not_kept_cannot_be_gone_on_from() -> None:
@@ -472,21 +474,18 @@ async def test_items_of_a_history_become_messages() -> None:
         {"type": "function_call_output", "call_id": "c3", "output": ""},
     ]
 
-    def tool_call(call_id: str, **arguments: Any) -> dict[str, Any]:
-        return {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
-
     agent = ScriptedAgent([say("ok")])
     async with serving(agent) as (_, session):
         await RESPONSES.ask(session, given)
     assert list(agent.calls[0].messages) == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "one"},
-        {"role": "assistant", "content": "two", "tool_calls": [tool_call("c1"), tool_call("c2", x=1)]},
-        {"role": "tool", "tool_call_id": "c1", "content": "r1"},
-        {"role": "tool", "tool_call_id": "c2", "content": "r2"},
-        {"role": "assistant", "content": "", "tool_calls": [tool_call("c3")]},
-        {"role": "tool", "tool_call_id": "c3", "content": ""},
+        BRIEF,
+        user("a"),
+        assistant("one"),
+        assistant("two", call_of("c1", "f"), call_of("c2", "f", x=1)),
+        result("c1", "r1"),
+        result("c2", "r2"),
+        assistant("", call_of("c3", "f")),
+        result("c3", ""),
     ]
     assert session.counts.num_rewritten == 3
 
@@ -584,18 +583,13 @@ async def test_what_the_agent_is_asked_by_messages() -> None:
         )
         await MESSAGES.ask(session, [USER], tools=[MESSAGES.tool()], tool_choice={"type": "none"})
     first, second = agent.calls
-    function = {"name": "weather", "arguments": {"city": "x"}}
     assert list(first.messages) == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "a"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "t", "type": "function", "function": function}],
-        },
-        {"role": "user", "content": "before"},
-        {"role": "tool", "tool_call_id": "t", "content": ""},
-        {"role": "tool", "tool_call_id": "u", "content": "r"},
+        BRIEF,
+        user("a"),
+        assistant("", call_of("t", "weather", city="x")),
+        user("before"),
+        result("t", ""),
+        result("u", "r"),
     ]
     assert first.tools == (ToolSpec(**FUNCTION),)
     assert (first.max_tokens, tuple(first.stop)) == (9, ("END",))

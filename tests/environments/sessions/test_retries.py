@@ -33,29 +33,6 @@ def leave(sampling: Sampling[str], *, is_delivered: bool) -> None:
     sampling.is_delivered |= is_delivered
 
 
-def test_which_of_several_a_retry_joins() -> None:
-    samplings: Samplings[str] = Samplings(keep_s=10, max_kept=10)
-    retry = attempt(num_retries=1)
-    begin(samplings, attempt(key="k"), "keyed")
-    assert samplings.find(retry) is None, "it has no key"
-    waited_for = begin(samplings, attempt(), "waited for")
-    assert samplings.find(retry) is waited_for
-    assert samplings.find(attempt("b", num_retries=1)) is None
-    got = begin(samplings, attempt(), "got")
-    leave(got, is_delivered=True)
-    assert samplings.find(retry) is got
-    samplings.refused(attempt())
-    assert samplings.find(retry) is None
-    assert samplings.find(retry) is got
-    lost = begin(samplings, attempt(), "lost")
-    leave(lost, is_delivered=False)
-    samplings.refused(attempt())
-    assert samplings.find(retry) is lost
-    lost.num_waiting += 1
-    assert samplings.find(retry) is None
-    assert samplings.find(retry) is got
-
-
 def test_what_is_kept_and_for_how_long() -> None:
     samplings: Samplings[str] = Samplings(keep_s=10, max_kept=2)
     all_ = [begin(samplings, attempt(str(index)), str(index)) for index in range(5)]
@@ -75,12 +52,15 @@ def test_what_is_kept_and_for_how_long() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_every_client_gets_a_turn_and_none_is_sampled_without_need(data: st.DataObject) -> None:
-    """Clients that ask the same, lose their connections and ask again until they have a turn.
+    """Clients that ask the same or not, lose their connections and ask again until they have a turn.
 
     Each loss is noticed before the retry. Then every client ends with a turn that is its own.
     """
     samplings: Samplings[int] = Samplings(keep_s=1e9, max_kept=10**6)
-    num_clients = data.draw(st.integers(1, 6))
+    for body in "ab":
+        begin(samplings, attempt(body, key=f"of nobody else {body}"), -1)
+    bodies = data.draw(st.text("ab", min_size=1, max_size=6))
+    num_clients = len(bodies)
     num_retries = [0] * num_clients
     held: dict[int, Sampling[int]] = {}
     waiting = set(range(num_clients))
@@ -100,7 +80,7 @@ def test_every_client_gets_a_turn_and_none_is_sampled_without_need(data: st.Data
                 leave(sampling, is_delivered=False)
                 num_retries[client] += 1
             continue
-        one = attempt(num_retries=num_retries[client])
+        one = attempt(bodies[client], num_retries=num_retries[client])
         found = samplings.find(one)
         if found is None and data.draw(st.booleans()):
             samplings.refused(one)
@@ -111,6 +91,7 @@ def test_every_client_gets_a_turn_and_none_is_sampled_without_need(data: st.Data
             num_begun += 1
         found.num_waiting += 1
         assert found.num_waiting == 1, "two clients wait for one turn"
+        assert (found.attempt.digest, found.attempt.idempotency_key) == (one.digest, None)
         held[client] = found
     assert len(set(got.values())) == len(got)
     assert num_begun <= num_clients

@@ -19,58 +19,50 @@ from forgeasync.environments import MAX_UNKNOWN_CHARS, MAX_UNKNOWN_NAMES, Reques
 from tests.environments.sessions.apis import APIS, CHAT, HEADER, MESSAGES, RESPONSES, USER
 from tests.support.sessions import ScriptedAgent, say, serving
 
+CALLED = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+THOUGHT = {"type": "thinking", "thinking": "r", "signature": "s"}
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "rain"}]}
-BODIES: dict[str, dict[str, Any]] = {
-    "chat": {
-        "model": "m",
-        "stream_options": {"include_usage": True},
-        "tools": [CHAT.tool()],
-        "messages": [
+BODIES = {
+    "chat": CHAT.body(
+        [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "a"}]},
-            {
-                "role": "assistant",
-                "content": "b",
-                "tool_calls": [
-                    {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-                ],
-            },
+            {"role": "assistant", "content": "b", "tool_calls": [CALLED]},
             {"role": "tool", "tool_call_id": "c", "content": "rain"},
         ],
-    },
-    "responses": {
-        "model": "m",
-        "stream_options": {"include_obfuscation": False},
-        "text": {"format": {"type": "text"}},
-        "tools": [RESPONSES.tool()],
-        "input": [
+        stream_options={"include_usage": True},
+        tools=[CHAT.tool()],
+    ),
+    "responses": RESPONSES.body(
+        [
             {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
             {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "r"}]},
             {"role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
             {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c", "output": "rain"},
         ],
-    },
-    "messages": {
-        "model": "m",
-        "max_tokens": 5,
-        "system": [{"type": "text", "text": "Be brief."}],
-        "tool_choice": {"type": "auto"},
-        "output_config": {"effort": "low"},
-        "tools": [MESSAGES.tool()],
-        "messages": [
+        stream_options={"include_obfuscation": False},
+        text={"format": {"type": "text"}},
+        tools=[RESPONSES.tool()],
+    ),
+    "messages": MESSAGES.body(
+        [
             {"role": "user", "content": [{"type": "text", "text": "a"}]},
             {
                 "role": "assistant",
                 "content": [
-                    {"type": "thinking", "thinking": "r", "signature": "s"},
+                    THOUGHT,
                     {"type": "text", "text": "b"},
                     {"type": "tool_use", "id": "c", "name": "weather", "input": {}},
                 ],
             },
             {"role": "user", "content": [RESULT]},
         ],
-    },
+        system=[{"type": "text", "text": "Be brief."}],
+        tool_choice={"type": "auto"},
+        output_config={"effort": "low"},
+        tools=[MESSAGES.tool()],
+    ),
 }
 
 NOT_READ = {"parameters", "input_schema", "input", "arguments", "properties", "format"}
