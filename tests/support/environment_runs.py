@@ -1,4 +1,4 @@
-"""Whole runs of two steps with an environment, in which every sampled token trains once and exactly."""
+"""Whole runs with an environment, in which every sampled token trains once and exactly."""
 
 import json
 from dataclasses import dataclass
@@ -31,19 +31,19 @@ def num_sampled(*rollouts: dict[str, Any]) -> int:
     return sum(end - begin for one in rollouts for _, begin, end in one["version_spans"])
 
 
-def train(folder: Path, environment: str, *overrides: str) -> Finished:
+def train(folder: Path, environment: str, *overrides: str, num_steps: int = 2) -> Finished:
     """Make a run to its end and check what holds for every environment."""
     run_dir, file = folder / "run", write_episodes_run(folder)
-    section = f"environment={environment}"
-    code, out, err = finish(start(file, f"run_dir={run_dir}", "max_off_policy_steps=1", section, *overrides))
+    more = ("max_off_policy_steps=1", f"max_steps={num_steps}", f"environment={environment}", *overrides)
+    code, out, err = finish(start(file, f"run_dir={run_dir}", *more))
     assert code == 0, err
     assert "environment ready" in out
     initial, *steps = read_lines(run_dir / "metrics.jsonl")
     assert "eval/score_mean" in initial
     rollouts = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
     run = Finished(run_dir=run_dir, out=out, initial=initial, steps=steps, rollouts=rollouts)
-    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
-    assert len(rollouts) == 16 * len(steps)
+    assert [line["step"] for line in steps] == list(range(1, num_steps + 1))
+    assert len(rollouts) == 16 * num_steps
     for line in steps:
         num_trained = line["throughput/train_tokens_per_s"] * line["time/step_s"]
         assert round(num_trained) == num_sampled(*run.of_step(line))
@@ -51,7 +51,7 @@ def train(folder: Path, environment: str, *overrides: str) -> Finished:
         assert line.get("mismatch/fresh_logprob_abs_mean", 0.0) < 1e-5
         assert line["routing/recorded_share"] == 1.0
     assert run.last["episode/ended_infrastructure"] == run.last["payload/num_bytes_held"] == 0
-    assert run.last["episode/ended_completed"] >= 2 * 16
+    assert run.last["episode/ended_completed"] >= len(rollouts)
     return run
 
 

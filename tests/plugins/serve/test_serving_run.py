@@ -11,9 +11,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import yaml
 
-from tests.plugins.serve.test_rules import SERVED
-from tests.support.app_runs import finish, read_lines, start, write_episodes_run
+from forgeasync.config import dump_config
+from forgeasync.testing import tiny_config, write_tiny_model
+from tests.support.app_runs import finish, read_lines, start
 from tests.support.people import People, found
 
 Process = subprocess.Popen[str]
@@ -23,18 +25,28 @@ REPORTS_S = 3.0
 """A worker's counts, which it reports once a second, have reached the controller after so long."""
 
 
-RUN = (
-    *SERVED,
-    "max_steps=3",
-    f"max_off_policy_steps={MAX_AGE}",
-    f"algorithm.groups_per_step={GROUPS_PER_STEP}",
-    "serving.keep_texts=true",
-)
-
-
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_episodes_run(tmp_path_factory.mktemp("served"))
+    """One trainer proc, kept sets and routing replay on, all rollouts written."""
+    folder = tmp_path_factory.mktemp("served")
+    config = yaml.safe_load(dump_config(tiny_config(write_tiny_model(folder / "model", scale=8.0))))
+    config |= {
+        "max_steps": 3,
+        "max_off_policy_steps": MAX_AGE,
+        "data": {"source": {"kind": "served"}, "num_train": 1, "num_held_out": 0},
+        "environment": {"kind": "served"},
+        "episodes": {"num_workers": 1},
+        "evaluation": {"num_problems": 0},
+        "sampling": {"max_response_tokens": 12, "top_k": 12, "top_p": 0.9, "temperature": 0.8},
+        "algorithm": {"advantage": "reinforce_pp", "group_size": 1, "groups_per_step": GROUPS_PER_STEP},
+        "buffer": {"stale_groups": "drop"},
+        "logging": {"rollouts_per_step": 100},
+        "serving": {"keep_texts": True},
+    }
+    config["trainer"]["parallel"] = {"num_procs": 1}
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
 
 
 def check_files(run_dir: Path, token: str, num_steps: int) -> list[dict[str, float]]:
@@ -103,7 +115,7 @@ async def serve(
     config_file: Path, run_dir: Path, use: Callable[[Process, People], Awaitable[None]], *overrides: str
 ) -> tuple[int, str, str, People]:
     """Exit code, stdout and stderr of a run that people use, and the people."""
-    process = start(config_file, f"run_dir={run_dir}", *RUN, *overrides, app="apps.serve")
+    process = start(config_file, f"run_dir={run_dir}", *overrides, app="apps.serve")
     try:
         place = await found(run_dir / "serving.json")
         async with aiohttp.ClientSession() as http:
