@@ -18,8 +18,8 @@ from forgeasync.environments import (
     build_environment,
     check_environment,
 )
+from forgeasync.rollouts import Task
 from forgeasync.testing import ScriptedAgent, scripted_turn
-from tests.support.app_runs import finish, read_lines, start, write_episodes_run
 from tests.support.bridges.episodes import run_episodes, task
 from tests.support.bridges.programs import (
     Program,
@@ -29,6 +29,7 @@ from tests.support.bridges.programs import (
     openenv_options,
     verifiers_bridge,
 )
+from tests.support.environment_runs import train, turns_of
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.processes]
 
@@ -37,7 +38,7 @@ SEED = {"prompt": "prompt", "seed": "index"}
 TEXT = ("--action.kind", "text", "--action.field", "message", "--observation_field", "echo")
 
 
-def word(*, turns: object = 1, behavior: str = "", **more: Any):
+def word(*, turns: object = 1, behavior: str = "", **more: Any) -> Task:
     return task(turns=turns, behavior=behavior, **more)
 
 
@@ -77,42 +78,15 @@ def play(section: RemoteEnvironment, agent: SessionAgent):
     return asyncio.run(go())
 
 
-def train(folder: Path, environment: dict[str, Any], *, num_turns: int) -> list[dict[str, Any]]:
-    """A run of two steps, whose trained tokens are exactly the sampled ones; all rollouts."""
-    run_dir, file = folder / "run", write_episodes_run(folder)
-    section = f"environment={json.dumps({'kind': 'remote'} | environment)}"
-    code, out, err = finish(start(file, f"run_dir={run_dir}", "max_off_policy_steps=1", section))
-    assert code == 0, err
-    initial, *steps = read_lines(run_dir / "metrics.jsonl")
-    assert "eval/score_mean" in initial and "environment ready" in out
-    rollouts = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in steps] == [1, 2] and len(rollouts) == 2 * 16
-    for line in steps:
-        # Groups of a step may all have ended during the step before.
-        assert line.get("episode/turns_mean", num_turns) == num_turns
-        assert line.get("mismatch/fresh_logprob_abs_mean", 0.0) < 1e-5
-        assert line["routing/recorded_share"] == 1.0
-        mine = [rollout for rollout in rollouts if rollout["step"] == line["step"]]
-        num_sampled = sum(end - begin for one in mine for _, begin, end in one["version_spans"])
-        num_trained = line["throughput/train_tokens_per_s"] * line["time/step_s"]
-        assert round(num_trained) == num_sampled
-    for rollout in rollouts:
-        # One branch: no turn was rendered anew from text.
-        assert len(turns_of(rollout)) == num_turns
-        assert sum(one["num_tokens"] for one in turns_of(rollout)) == sum(
-            end - begin for _, begin, end in rollout["version_spans"]
-        )
-    last = steps[-1]
+def check_run(folder: Path, *, num_turns: int, **environment: Any) -> list[dict[str, Any]]:
+    """Rollouts of a run, whose turns are appended as tokens."""
+    run = train(folder, json.dumps({"kind": "remote"} | environment))
+    assert all(line.get("episode/turns_mean", num_turns) == num_turns for line in run.steps)
+    assert {len(turns_of(rollout)) for rollout in run.rollouts} == {num_turns}
+    last = run.last
     assert last["episode/num_rewritten_histories"] == last["episode/num_turns_from_text"] == 0
-    assert last["episode/ended_completed"] >= len(rollouts)
-    assert last["episode/ended_environment_crash"] == last["episode/ended_infrastructure"] == 0
-    assert last["payload/num_bytes_held"] == 0
-    return rollouts
-
-
-def turns_of(rollout: dict[str, Any]) -> list[dict[str, Any]]:
-    (branch,) = rollout["episode_record"]["agents"][0]["branches"]
-    return [one for one in branch if one["role"] == "assistant"]
+    assert last["episode/ended_environment_crash"] == 0
+    return run.rollouts
 
 
 # Verifiers
@@ -131,7 +105,7 @@ def words(bridge: Program) -> RemoteEnvironment:
 
 def test_a_run_through_the_verifiers_bridge(tmp_path: Path) -> None:
     with verifiers_bridge(LETTERS="1") as bridge:
-        rollouts = train(tmp_path, {"url": bridge.url}, num_turns=2)
+        rollouts = check_run(tmp_path, num_turns=2, url=bridge.url)
     for rollout in rollouts:
         said = "".join(turn["content"] for turn in turns_of(rollout))
         assert rollout["reward"] == pytest.approx(2.0 * len(set(said)))
@@ -168,16 +142,6 @@ def test_what_goes_wrong_in_verifiers_is_a_crash_with_its_words(
 ) -> None:
     (outcome,), _ = run_episodes(build_environment(words), [given], ["it"])
     assert outcome.ending is Ending.ENVIRONMENT_CRASH and problem in outcome.problem
-
-
-def test_a_session_without_turns_or_room_ends_an_episode_of_verifiers_as_any_other(
-    words: RemoteEnvironment,
-) -> None:
-    environment = build_environment(words)
-    (outcome,), _ = run_episodes(environment, [word(turns=5)], ["it"] * 5, section={"max_turns": 2})
-    assert outcome.ending is Ending.MAX_TURNS and outcome.num_turns == 2, outcome.problem
-    (outcome,), _ = run_episodes(environment, [word(turns=50)], ["it"] * 50, max_context_length=60)
-    assert outcome.ending is Ending.LENGTH and outcome.num_turns > 1, outcome.problem
 
 
 def test_a_harness_that_hangs_is_cut_off_by_our_deadline_and_given_up(
@@ -220,7 +184,7 @@ def test_a_run_through_the_openenv_bridge(games: Program, tmp_path: Path) -> Non
     """The server has 8 sessions and the run 16 and more episodes at once: the others wait."""
     options = ("--action.kind", "text", "--action.field", "message", "--observation_field", "num_left")
     with openenv_bridge(games, "letters", *options, "--open_s", "100") as bridge:
-        rollouts = train(tmp_path, {"url": bridge.url, "task_fields": SEED}, num_turns=3)
+        rollouts = check_run(tmp_path, num_turns=3, url=bridge.url, task_fields=SEED)
     for rollout in rollouts:
         assert rollout["reward"] == sum(len(set(turn["content"])) for turn in turns_of(rollout))
 
@@ -266,14 +230,19 @@ def test_a_task_without_the_fields_of_a_reset_is_a_crash(echo: RemoteEnvironment
     assert "environment.task_fields must have seed too" in outcome.problem
 
 
-def test_a_session_without_turns_or_room_ends_an_episode_of_openenv_as_any_other(
-    echo: RemoteEnvironment,
+@pytest.mark.parametrize(
+    ("section", "given", "text", "max_context_length"),
+    [("words", word(turns=50), "it", 60), ("echo", task(), "7", 30)],
+    ids=["verifiers", "openenv"],
+)
+def test_a_session_without_turns_or_room_ends_an_episode_as_any_other(
+    section: str, given: Task, text: str, max_context_length: int, request: pytest.FixtureRequest
 ) -> None:
-    environment = build_environment(echo)
-    (outcome,), _ = run_episodes(environment, [task()], ["7"] * 3, section={"max_turns": 2})
+    environment = build_environment(request.getfixturevalue(section))
+    (outcome,), _ = run_episodes(environment, [given], [text] * 50, section={"max_turns": 2})
     assert outcome.ending is Ending.MAX_TURNS and outcome.num_turns == 2, outcome.problem
-    (outcome,), _ = run_episodes(environment, [task()], ["7"] * 3, max_context_length=30)
-    assert outcome.ending is Ending.LENGTH and outcome.num_turns == 2, outcome.problem
+    (outcome,), _ = run_episodes(environment, [given], [text] * 50, max_context_length=max_context_length)
+    assert outcome.ending is Ending.LENGTH and outcome.num_turns > 1, outcome.problem
 
 
 def test_the_server_finds_its_client_alive_while_the_model_takes_a_long_turn(echo: RemoteEnvironment) -> None:

@@ -25,9 +25,9 @@ from forgeasync.environments import (
 from forgeasync.environments.episodes import MAX_BYTES
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, Score, Task
 from forgeasync.testing import HandClock
-from tests.environments.episodes import make_episodes
 from tests.support.buffer_world import make_task
 from tests.support.chat_server import ChatServer, Reply, call, completion, error, serving
+from tests.support.episodes import make_episodes
 
 SAMPLING = SamplingSection(temperature=0.5, top_p=0.9, max_response_tokens=50, stop=("END",))
 ADD = ToolSpec(name="add", description="adds", parameters={"type": "object", "properties": {}})

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -52,8 +53,8 @@ from forgeasync.runtime import (
 )
 from forgeasync.schema import ConfigError, PythonCode
 from forgeasync.testing import HandTime, ScriptedGenerator
-from tests.environments.episodes import AGENT, TOKENIZER, make_episodes
 from tests.support.buffer_world import make_task
+from tests.support.episodes import AGENT, TOKENIZER, make_episodes
 from tests.support.loops import MAX_STEPS, Generators, Recorder, Trainer, make_config, make_run, run_loops
 from tests.support.rollouts import make_stored_rollout
 
@@ -176,16 +177,11 @@ def raising(error: BaseException) -> Callable[[], Awaitable[Score]]:
     return raises
 
 
-async def returns_number() -> float:
-    return 1.0
+def giving(make: Callable[[], object]) -> Callable[[], Awaitable[object]]:
+    async def gives() -> object:
+        return make()
 
-
-async def returns_nothing() -> None:
-    return None
-
-
-async def not_a_number() -> Score:
-    return Score(value=float("nan"), is_correct=True)
+    return gives
 
 
 async def hangs() -> Score:
@@ -220,9 +216,8 @@ async def spins() -> Score:
         (raising(EpisodeInterrupted("server gone")), Ending.INFRASTRUCTURE, "server gone"),
         (raising(asyncio.CancelledError()), Ending.ENVIRONMENT_CRASH, "the coroutine was cancelled"),
         (raising(SystemExit(3)), Ending.ENVIRONMENT_CRASH, "SystemExit: 3"),
-        (returns_number, Ending.ENVIRONMENT_CRASH, "rollout returned '1.0'; must return a Score"),
-        (returns_nothing, Ending.ENVIRONMENT_CRASH, "rollout returned 'None'; must return a Score"),
-        (not_a_number, Ending.ENVIRONMENT_CRASH, "a score must be finite"),
+        (giving(lambda: 1.0), Ending.ENVIRONMENT_CRASH, "rollout returned '1.0'; must return a Score"),
+        (giving(lambda: Score(math.nan, True)), Ending.ENVIRONMENT_CRASH, "a score must be finite"),
     ],
 )
 def test_an_episode_that_goes_wrong_is_named_and_harms_no_other(
@@ -343,14 +338,6 @@ async def talk_on(task: Task, agent: Agent) -> Score:
         messages += [turn.message, {"role": "user", "content": "more"}]
 
 
-def test_a_full_context_truncates_an_episode() -> None:
-    """By hand: a prompt, then 2 tokens a turn and a newline and 4 characters between turns."""
-    num_prompt = len(TOKENIZER(TASK.prompt, add_special_tokens=False)["input_ids"])
-    outcomes = run(talk_on, max_context_length=num_prompt + 2 + 7 + 7 + 5)
-    assert all(one.ending is Ending.LENGTH and one.agents[0].score is None for one in outcomes)
-    assert all(outcome.num_turns == 3 for outcome in outcomes)
-
-
 @pytest.mark.parametrize(
     ("bounds", "ending"),
     [
@@ -365,7 +352,7 @@ def test_a_bound_that_the_environment_expects_is_scored(bounds: Mapping[str, obj
         except RuntimeError:
             return Score(value=0.25, is_correct=False)
 
-    assert all(one.ending is ending for one in run(talk_on, **bounds))
+    assert all(one.ending is ending and one.agents[0].score is None for one in run(talk_on, **bounds))
     outcomes = run(rollout, **bounds)
     assert all(one.ending is ending for one in outcomes) and values(outcomes) == [0.25] * 3
 
@@ -742,22 +729,13 @@ def test_infrastructure_is_run_again_and_never_scored() -> None:
 
 def test_a_group_of_one_trains_if_somebody_has_scored_it() -> None:
     """What people have said can stay where it was said."""
-    answer, pool, router = sample_group({0: [DONE]})
+    answer, pool, _ = sample_group({0: [DONE]})
     assert isinstance(answer, SampledGroup) and [score.value for score in answer.scores] == [1.0]
     assert pool.requests[0].keeps_record and answer.rollouts[0].text
     answer, pool, _ = sample_group({0: [DONE]}, keeps_texts=False)
     assert isinstance(answer, SampledGroup) and not pool.requests[0].keeps_record
     assert all(branch.text == "" for rollout in answer.rollouts for branch in rollout.branches)
     assert all(rollout.num_sampled_tokens for rollout in answer.rollouts)
-    refused, _, router = sample_group({0: [outcome_of(Ending.NO_SCORE)]})
-    assert isinstance(refused, RefusedGroup) and len(refused.outcomes) == 1
-    assert (refused.reason, refused.problem) == (DropReason.NO_SCORE, None), "nothing went wrong"
-    assert router.dropped_groups and not router.stored
-    failed, _, _ = sample_group({0: [outcome_of(Ending.TIMEOUT)]})
-    assert isinstance(failed, RefusedGroup) and failed.reason is DropReason.EPISODE_FAILED
-    # Of a larger group two must be left, whatever ended the others.
-    several, _, _ = sample_group({0: [DONE], 1: [outcome_of(Ending.NO_SCORE)]})
-    assert isinstance(several, RefusedGroup) and several.reason is DropReason.NO_SCORE
 
 
 @pytest.mark.parametrize(
@@ -783,11 +761,27 @@ def test_a_score_that_is_missing_counts_as_none() -> None:
     assert [one.is_truncated for one in router.stored] == [False, True]
 
 
-def test_a_group_without_enough_episodes_is_given_up() -> None:
-    hung = outcome_of(Ending.TIMEOUT)
-    answer, _, router = sample_group({0: [DONE], 1: [hung], 2: [hung]})
-    assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.EPISODE_FAILED
-    assert answer.problem == "group 5: it is timeout" and len(answer.outcomes) == 3
+@pytest.mark.parametrize(
+    ("endings", "reason", "problem"),
+    [
+        # Of a larger group two episodes must be left, whatever ended the others.
+        ([Ending.COMPLETED, Ending.TIMEOUT, Ending.TIMEOUT], DropReason.EPISODE_FAILED, "it is timeout"),
+        ([Ending.COMPLETED, Ending.NO_SCORE], DropReason.NO_SCORE, None),
+        ([Ending.TIMEOUT], DropReason.EPISODE_FAILED, "it is timeout"),
+        # Nothing went wrong.
+        ([Ending.NO_SCORE], DropReason.NO_SCORE, None),
+    ],
+)
+def test_a_group_without_enough_episodes_is_given_up(
+    endings: list[Ending], reason: DropReason, problem: str | None
+) -> None:
+    script = {
+        index: [DONE if ending is Ending.COMPLETED else outcome_of(ending)]
+        for index, ending in enumerate(endings)
+    }
+    answer, _, router = sample_group(script)
+    assert isinstance(answer, RefusedGroup) and len(answer.outcomes) == len(endings)
+    assert (answer.reason, answer.problem) == (reason, problem and f"group 5: {problem}")
     assert router.dropped_groups == [(7, 5)] and not router.stored
 
 

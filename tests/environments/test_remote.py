@@ -1,10 +1,7 @@
 """``kind: remote``: what the server is sent, what its replies mean, and what happens if it goes away."""
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +22,6 @@ from forgeasync.environments import (
 from forgeasync.rollouts import Score, Task
 from forgeasync.schema import ConfigError
 from forgeasync.testing import ScriptedAgent
-from tests.support.app_runs import REPOSITORY, finish, read_lines, start, write_episodes_run
 from tests.support.config_samples import CONFIGS, minimal_config
 
 TASK = Task(task_id="7", prompt="1 + 3 =", answer="4", source_index=7, source="sums", record={"level": 3})
@@ -271,31 +267,3 @@ def test_what_else_of_a_config_cannot_work_is_refused() -> None:
     config = minimal_config(f"environment={{kind: remote, {url}}}", "agents={a: {}, b: {}}")
     (problem,) = check_without_model(config)
     assert problem.field == "agents" and "'remote' talks to one agent" in problem.remedy
-
-
-@pytest.mark.exhaustive
-def test_a_run_trains_on_what_the_example_server_scores(tmp_path: Path) -> None:
-    server = subprocess.Popen(
-        [sys.executable, "-I", "examples/remote/server.py", "0"],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert server.stdout is not None
-        url = server.stdout.readline().split()[-1]
-        run_dir, file = tmp_path / "run", write_episodes_run(tmp_path)
-        environment = f"environment={{kind: remote, url: '{url}'}}"
-        code, _, err = finish(start(file, f"run_dir={run_dir}", "max_off_policy_steps=1", environment))
-    finally:
-        server.kill()
-        server.wait()
-    assert code == 0, err
-    _, *steps = read_lines(run_dir / "metrics.jsonl")
-    assert [line["step"] for line in steps] == [1, 2]
-    last = steps[-1]
-    assert last["episode/num_rewritten_histories"] == last["episode/num_turns_from_text"] == 0
-    assert last["episode/ended_environment_crash"] == last["episode/ended_infrastructure"] == 0
-    for line in steps:
-        assert line["reward/turns"] == 2.0 and line["reward/mean"] > 1.0
-        assert line.get("mismatch/fresh_logprob_abs_mean", 0.0) < 1e-5

@@ -8,7 +8,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -99,19 +98,6 @@ def test_nothing_is_killed_after_its_block() -> None:
     with ThreadPoolExecutor(8) as threads:
         outcomes = list(threads.map(one, range(400)))
     assert any(outcomes)
-
-
-def test_one_thread_serves_all_and_sleeps_through_short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Threads of earlier tests may end meanwhile.
-    watch, before = KillMonitor(), set(threading.enumerate())
-    notify = Mock(wraps=watch._changed.notify)
-    monkeypatch.setattr(watch._changed, "notify", notify)
-    with watch.limit(1800.0, lambda: None):
-        for _ in range(200):
-            with watch.limit(3600.0, lambda: None):
-                pass
-        assert len(set(threading.enumerate()) - before) == 1
-    notify.assert_not_called()
 
 
 def test_an_error_of_the_block_comes_out_and_nothing_is_killed() -> None:

@@ -64,11 +64,19 @@ def test_a_sandbox_that_works_has_no_problem_and_unsafe_is_warned_of() -> None:
     assert "isolates nothing" in sandbox_warning(fa.UnsafeSubprocess())
 
 
-def test_missing_bubblewrap_is_said_with_how_to_get_it(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (fa.Bubblewrap(), "apt-get install bubblewrap"),
+        (fa.Docker(image="a"), "no program docker in PATH"),
+        (fa.Podman(image="a"), "no program podman in PATH"),
+    ],
+)
+def test_a_program_that_is_not_installed_is_named(section: SandboxSection, words: str, monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "/nowhere")
-    (problem,) = check_sandbox(fa.Bubblewrap())
-    assert "apt-get install bubblewrap" in str(problem) and "sandbox.kind" in str(problem)
+    (problem,) = check_sandbox(section)
+    assert problem.field == "sandbox.kind" and words in str(problem)
 
 
 async def test_a_prepared_folder_that_is_not_there_is_refused() -> None:

@@ -29,7 +29,6 @@ class Talk:
         self.tools = tuple(tools)
         self.conversation = Conversation(turns={})
         self.received: list[int] = []
-        self.is_sampled: list[bool] = []
 
     def say(self, ids: Sequence[int], *, cut: bool = False) -> ParsedTurn:
         """Have the model sample these tokens."""
@@ -42,7 +41,6 @@ class Talk:
         parsed = self.renderer.parse(tuple(self.received), turn, self.tools)
         index = len(self.messages)
         self.received += turn.ids_T.tolist()
-        self.is_sampled += [True] * turn.num_tokens
         self.conversation = Conversation(
             messages=(*self.messages, message_of(parsed)),
             turns={**self.conversation.turns, index: turn},
@@ -59,7 +57,6 @@ class Talk:
         ids = self.renderer.added_ids(self.conversation, messages, self.tools)
         assert ids.dtype == np.int32
         self.received += ids.tolist()
-        self.is_sampled += [False] * len(ids)
         self.messages = messages
         return ids.tolist()
 

@@ -26,12 +26,10 @@ from forgeasync.plugins.serve import ServedSessions, WorkerSessions
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, SampledTurn, VersionRange
 from forgeasync.testing import HandClock, ScriptedGenerator
 from tests.support.buffer_world import make_task
-from tests.support.chat import make_tokenizer
+from tests.support.episodes import AGENT, TOKENIZER, make_episodes
 from tests.support.sessions import until
 
 TOKEN = "a token that people have been given"
-TOKENIZER = make_tokenizer(None)
-AGENT = (AgentRole(name="agent", is_trainable=True),)
 POLICY_AND_JUDGE = (AgentRole(name="policy", is_trainable=True), AgentRole(name="judge", is_trainable=False))
 
 
@@ -159,26 +157,22 @@ async def served_world(
     **more: Any,
 ) -> AsyncIterator[ServedWorld]:
     """``more`` are fields of ``ServedWorld``."""
-    section = section or ServingSection()
-    environment = environment or ServedSessions()
-    renderer = build_renderer(TOKENIZER, chat_template=False)
-    clock = HandClock()
-    service = environment.open_service(ServingSetup(section=section, port=0, token=TOKEN), now_s=clock)
-    running = Episodes(
+    environment, clock = environment or ServedSessions(), HandClock()
+    setup = ServingSetup(section=section or ServingSection(), port=0, token=TOKEN)
+    service = environment.open_service(setup, now_s=clock)
+    running = make_episodes(
         environment,
-        renderer,
-        name="served",
-        roles=roles,
-        has_one_agent=len(roles) == 1,
-        max_context_length=2000,
-        section=episodes or EpisodesSection(),
+        section=episodes,
         limit_s=limit_s,
-        open_session=service.open_for,
+        max_context_length=2000,
+        roles=roles,
         now_s=clock,
+        open_session=service.open_for,
     )
     async with service.server as server, aiohttp.ClientSession() as http:
         world = ServedWorld(server, service, running, http, clock=clock, **more)
         world.gate.set()
         limits = TurnLimits(max_turn_tokens=10, max_context_length=2000, max_turns=5)
+        renderer = build_renderer(TOKENIZER, chat_template=False)
         service.connect(lambda: EpisodeAgent(UntrainedTurns(world.sample_untrained), renderer, limits))
         yield world

@@ -106,10 +106,7 @@ def test_a_tool_that_does_not_exist_is_called_all_the_same(family: str) -> None:
         ('{"name": "ping", "arguments": {"a": "\\ud83d"}}', "surrogate"),
         (json.dumps({"name": "p" * 200, "arguments": {}}), "200 characters"),
         (json.dumps({"name": "ping", "arguments": {"a": [0] * MAX_VALUES}}), "at most 10000 values"),
-        (
-            '{"name": "ping", "arguments": {"a": ' + "[" * 40 + "]" * 40 + "}}",
-            f"nested deeper than {MAX_DEPTH + 1}",
-        ),
+        ('{"name": "ping", "arguments": {"a": ' + "[" * 40 + "]" * 40 + "}}", "nested deeper than"),
         ('{"name": "ping", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}", "cannot be read"),
         ('{"name": "ping", "arguments": {"a": ' + "9" * 5000 + "}}", "cannot be read"),
     ],
@@ -184,13 +181,6 @@ def test_a_text_that_ended_the_turn_is_not_in_it() -> None:
         turn=0, ids_T=whole.ids_T, text="a b ", finish_reason=FinishReason.STOP, first_version=0, version=0
     )
     assert FamilyRenderer(tokenizer, "qwen3").parse([], turn).text == "a b "
-
-
-def test_a_character_that_was_cut_in_two() -> None:
-    tokenizer = family_tokenizer("qwen3")
-    ids = tokenizer("a 👩", add_special_tokens=False)["input_ids"]
-    turn = sampled(tokenizer, np.asarray(ids[:-1], np.int32), number=0, finish_reason=FinishReason.LENGTH)
-    assert FamilyRenderer(tokenizer, "qwen3").parse([], turn).text.startswith("a ")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from forgeasync.environments import (
 from forgeasync.rollouts import FinishReason
 from tests.support.sessions import WEATHER, anthropic_client, call, openai_client, say, strictly
 
+HEADER = "x-forgeasync-ignored"
 USER: Any = {"role": "user", "content": "What is the weather in Oslo?"}
 FUNCTION: Any = {"name": "weather", "description": "Says how the weather is.", "parameters": WEATHER}
 
@@ -88,8 +89,15 @@ class Chat(ApiOfSession):
         return {"tool_choice": "required" if name is None else named}
 
     def calls(self, answer: ChatCompletion) -> list[tuple[str, Any]]:
-        found = answer.choices[0].message.tool_calls or ()
-        return [(one.function.name, json.loads(one.function.arguments)) for one in found]
+        found = answer.choices[0].message.tool_calls
+        assert found is None or found, "an empty list is no form of the API"
+        return [(one.function.name, json.loads(one.function.arguments)) for one in found or ()]
+
+    def reasoning(self, answer: ChatCompletion) -> str:
+        return (answer.choices[0].message.model_extra or {}).get("reasoning_content") or ""
+
+    def ending(self, answer: ChatCompletion) -> str:
+        return answer.choices[0].finish_reason
 
     def answering(self, answer: ChatCompletion, text: str) -> list[Any]:
         """Results of all calls of an answer, and then what the user says."""
@@ -150,6 +158,15 @@ class ResponsesApi(ApiOfSession):
         found = [item for item in answer.output if item.type == "function_call"]
         return [(one.name, json.loads(one.arguments)) for one in found]
 
+    def reasoning(self, answer: Response) -> str:
+        items = [item for item in answer.output if item.type == "reasoning"]
+        return "".join(part.text for item in items for part in item.content)
+
+    def ending(self, answer: Response) -> str:
+        """Why it is incomplete, or that it is not."""
+        assert (answer.status == "incomplete") == (answer.incomplete_details is not None)
+        return answer.status if answer.incomplete_details is None else answer.incomplete_details.reason
+
     def answering(self, answer: Response, text: str) -> list[Any]:
         calls = [item for item in answer.output if item.type == "function_call"]
         results = [
@@ -198,6 +215,12 @@ class MessagesApi(ApiOfSession):
 
     def calls(self, answer: Message) -> list[tuple[str, Any]]:
         return [(block.name, block.input) for block in answer.content if block.type == "tool_use"]
+
+    def reasoning(self, answer: Message) -> str:
+        return "".join(block.thinking for block in answer.content if block.type == "thinking")
+
+    def ending(self, answer: Message) -> str:
+        return answer.stop_reason
 
     def answering(self, answer: Message, text: str) -> list[Any]:
         calls = [block for block in answer.content if block.type == "tool_use"]

@@ -16,9 +16,25 @@ from forgeasync.environments import (
     SessionLimits,
     ToolSpec,
     TooManyTurns,
+    assistant,
+    result,
+    user,
 )
+from forgeasync.environments import call as call_of
+from forgeasync.observability import SESSION_COUNTS
 from forgeasync.rollouts import FinishReason
-from tests.environments.sessions.apis import APIS, CHAT, FUNCTION, MESSAGES, RESPONSES, RICH, TURNS, USER, Api
+from tests.environments.sessions.apis import (
+    APIS,
+    CHAT,
+    FUNCTION,
+    HEADER,
+    MESSAGES,
+    RESPONSES,
+    RICH,
+    TURNS,
+    USER,
+    Api,
+)
 from tests.support.sessions import (
     ScriptedAgent,
     anthropic_client,
@@ -29,11 +45,17 @@ from tests.support.sessions import (
     strictly,
 )
 
+BRIEF = {"role": "system", "content": "Be brief."}
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+by_stream = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+
+
+@by_stream
 @pytest.mark.parametrize("api", APIS.values(), ids=APIS)
 @pytest.mark.parametrize("name", TURNS)
-async def test_a_turn_comes_back_as_the_same_turn(name: str, api: Api, stream: bool) -> None:
+async def test_a_turn_is_shown_whole_and_comes_back_as_the_same_turn(
+    name: str, api: Api, stream: bool
+) -> None:
     turn = TURNS[name]
     agent = ScriptedAgent([turn, say("Bye.")])
     async with serving(agent) as (_, session):
@@ -41,16 +63,34 @@ async def test_a_turn_comes_back_as_the_same_turn(name: str, api: Api, stream: b
         # What the SDK made of the answer goes back as it is.
         history = [USER, *api.said(first), *api.answering(first, "And now?")]
         await api.ask(session, history, stream=stream, tools=[api.tool()])
-    num_as_text = len(turn.broken_tool_calls) + (name == "no JSON")
-    num_results = len(turn.tool_calls) - (name == "no JSON")
-    sent = agent.calls[1].messages
-    assert sent[:2] == (USER, turn.message)
-    assert [message["role"] for message in sent[2:]] == ["tool"] * num_results + ["user"]
-    assert sent[-1]["content"] == "And now?"
-    counts = session.counts
-    assert (counts.num_ours, counts.num_rewritten, counts.num_shown_as_text) == (1, 0, num_as_text)
+    calls = () if name == "no JSON" else turn.tool_calls
+    assert api.calls(first) == [(one.name, one.arguments) for one in calls]
+    assert api.reasoning(first) == (turn.reasoning or "") and api.text(first).startswith(turn.text)
     assert all(broken.text in api.text(first) for broken in turn.broken_tool_calls)
     assert api.usage(first) == (11, 7)
+    results = [result(one.id, "rain") for one in calls]
+    assert agent.calls[1].messages == (USER, turn.message, *results, user("And now?"))
+    num_as_text = len(turn.broken_tool_calls) + len(turn.tool_calls) - len(calls)
+    counts = session.counts
+    assert (counts.num_ours, counts.num_rewritten, counts.num_shown_as_text) == (1, 0, num_as_text)
+
+
+@by_stream
+@pytest.mark.parametrize(
+    ("api", "endings"),
+    [
+        (CHAT, ["tool_calls", "length", "stop"]),
+        (RESPONSES, ["completed", "max_output_tokens", "completed"]),
+        (MESSAGES, ["tool_use", "max_tokens", "end_turn"]),
+    ],
+    ids=APIS,
+)
+async def test_how_a_turn_ended_is_said(api: Api, endings: list[str], stream: bool) -> None:
+    turns = [RICH, TURNS["cut"], TURNS["text"]]
+    async with serving(ScriptedAgent(turns)) as (_, session):
+        got = [await api.ask(session, [USER], stream=stream) for _ in turns]
+    assert [api.ending(one) for one in got] == endings
+    assert len({one.id for one in got}) == 3 and {one.model for one in got} == {"policy"}
 
 
 TOOL_RESULT = {"type": "tool_result", "tool_use_id": "t", "content": "x", "is_error": True}
@@ -88,17 +128,23 @@ SAMPLING = {"temperature": 0.3, "top_p": 0.5}
     ],
     ids=APIS,
 )
-async def test_what_is_not_honoured_is_named_counted_and_logged_once(
+async def test_what_has_no_effect_is_named_counted_and_logged_once(
     api: Api, fields: dict[str, Any], ignored: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Beside fields that are not honored, one of the next SDK, which no endpoint knows."""
+    next_year = {"field_of_next_year": {"level": 3}}
     async with serving(ScriptedAgent(answer=lambda _: say("ok"))) as (_, session):
         for stream in (False, True):
             _, plain = await api.post(session, api.body([USER], stream=stream))
-            assert (plain.status, plain.headers.get("x-forgeasync-ignored")) == (200, None)
-            _, answer = await api.post(session, api.body([USER], stream=stream, **fields))
-            assert (answer.status, answer.headers["x-forgeasync-ignored"]) == (200, ignored)
-    assert session.counts.num_not_honoured == 2
-    assert len([one for one in caplog.records if "once per session" in one.getMessage()]) == 1
+            assert (plain.status, plain.headers.get(HEADER)) == (200, None)
+            _, answer = await api.post(session, api.body([USER], stream=stream, **fields, **next_year))
+            assert (answer.status, answer.headers[HEADER]) == (200, f"{ignored}, field_of_next_year")
+            assert api.text(await api.ask(session, [USER], stream=stream, extra_body=next_year)) == "ok"
+    counts = session.counts
+    assert (counts.num_refused, counts.num_not_honoured, counts.num_with_unknown_fields) == (0, 2, 4)
+    assert "num_with_unknown_fields" in SESSION_COUNTS, "it is a metric"
+    said = [one.getMessage() for one in caplog.records if "once per session" in one.getMessage()]
+    assert len(said) == 2 and sum("field_of_next_year" in one for one in said) == 1
 
 
 DEEP: Any = []
@@ -162,12 +208,9 @@ def called(function: object) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"function": function}]}
 
 
+ANNOTATED = {"type": "output_text", "text": "x", "annotations": [1]}
 UNREADABLE: list[tuple[Api, Any, str]] = [
-    (
-        CHAT,
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-        ".content[0].type",
-    ),
+    (CHAT, {"role": "user", "content": [{"type": "image_url"}]}, ".content[0].type"),
     (CHAT, {"role": "user"}, ".content"),
     (CHAT, {"role": "critic", "content": "x"}, ".role"),
     (CHAT, {"role": "user", "content": 5}, ".content"),
@@ -185,11 +228,7 @@ UNREADABLE: list[tuple[Api, Any, str]] = [
     (RESPONSES, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}, ".arguments"),
     (RESPONSES, {"type": "function_call_output", "call_id": "c"}, ".output"),
     (RESPONSES, {"type": "computer_call"}, ".type"),
-    (
-        RESPONSES,
-        {"role": "assistant", "content": [{"type": "output_text", "text": "x", "annotations": [1]}]},
-        ".content[0].annotations",
-    ),
+    (RESPONSES, {"role": "assistant", "content": [ANNOTATED]}, ".content[0].annotations"),
     (RESPONSES, 5, ""),
     (MESSAGES, {"role": "user", "content": [{"type": "image", "source": {}}]}, ".content[0]"),
     (MESSAGES, {"role": "tool", "content": "x"}, ".role"),
@@ -229,22 +268,6 @@ async def test_a_message_that_cannot_be_read_is_named(api: Api, message: Any, pl
 # ---- Chat Completions
 
 
-async def test_what_a_client_of_chat_completions_sees() -> None:
-    agent = ScriptedAgent([RICH, say("", finish_reason=FinishReason.LENGTH), say("x", tool_calls=())])
-    async with serving(agent) as (_, session):
-        first, cut, last = [await CHAT.ask(session, [USER]) for _ in range(3)]
-    choice = first.choices[0]
-    assert choice.finish_reason == "tool_calls"
-    assert choice.message.content == "Let me look."
-    assert choice.message.model_extra == {"reasoning_content": RICH.reasoning}
-    assert [one.id for one in choice.message.tool_calls] == ["call_a", "call_b"]
-    assert json.loads(choice.message.tool_calls[1].function.arguments) == RICH.tool_calls[1].arguments
-    assert (cut.choices[0].finish_reason, last.choices[0].finish_reason) == ("length", "stop")
-    assert last.choices[0].message.tool_calls is None
-    assert first.model == "policy"
-    assert len({first.id, cut.id, last.id}) == 3
-
-
 async def test_what_the_agent_is_asked_by_chat_completions() -> None:
     agent = ScriptedAgent(answer=lambda _: say("ok"))
     async with serving(agent) as (_, session):
@@ -260,7 +283,7 @@ async def test_what_the_agent_is_asked_by_chat_completions() -> None:
         )
         await CHAT.ask(session, [USER], tools=[CHAT.tool()], tool_choice="none", max_tokens=6, stop="x")
     first, second = agent.calls
-    assert first.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "ab"})
+    assert first.messages == (BRIEF, user("ab"))
     assert first.tools == (ToolSpec(**FUNCTION),)
     assert (first.max_tokens, tuple(first.stop)) == (5, ("\n", "END"))
     assert (second.tools, second.max_tokens, tuple(second.stop)) == (None, 6, ("x",))
@@ -350,16 +373,20 @@ async def test_one_turn_that_fails_among_several() -> None:
     assert (session.counts.num_turns, session.counts.num_abandoned) == (2, 2)
 
 
-async def test_models() -> None:
-    agent = ScriptedAgent()
-    async with serving(agent) as (_, session), openai_client(session) as client:
-        assert [model.id async for model in client.models.list()] == ["policy"]
-        raw = await client.models.with_raw_response.list()
-        for model in json.loads(raw.content)["data"]:
-            strictly(openai.types.Model, model)
-        assert (await client.models.retrieve("policy")).id == "policy"
-        with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
-            await client.models.retrieve("gpt")
+async def test_models_by_both_sdks_and_what_is_not_there() -> None:
+    async with serving(ScriptedAgent()) as (_, session):
+        async with openai_client(session) as client:
+            (model,) = json.loads((await client.models.with_raw_response.list()).content)["data"]
+            assert strictly(openai.types.Model, model) == await client.models.retrieve("policy")
+            assert model["id"] == "policy"
+            with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
+                await client.models.retrieve("gpt")
+        async with anthropic_client(session) as client:
+            raw = await client.models.with_raw_response.list()
+            (model,) = json.loads(raw.http_response.content)["data"]
+            assert strictly(anthropic.types.ModelInfo, model).id == "policy"
+            with pytest.raises(anthropic.NotFoundError, match="agent has no tokenizer"):
+                await client.messages.count_tokens(model="m", messages=[USER])
 
 
 @pytest.mark.parametrize("choice", ["", 0, False, {}, "any"])
@@ -385,18 +412,14 @@ async def test_the_sdks_stream_helper() -> None:
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
 
 
-async def test_how_a_response_ends_and_what_it_repeats() -> None:
-    agent = ScriptedAgent([TURNS["cut"], TURNS["text"]])
+async def test_what_a_response_repeats() -> None:
+    agent = ScriptedAgent([say("x")])
     more = {"tools": [RESPONSES.tool()], "tool_choice": "none", "metadata": {"a": "b"}}
     async with serving(agent) as (_, session):
-        cut, whole = [
-            await RESPONSES.ask(session, "hi", stream=True, max_output_tokens=3, **more) for _ in range(2)
-        ]
-    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert (whole.status, whole.incomplete_details) == ("completed", None)
-    assert agent.calls[0].messages == ({"role": "user", "content": "hi"},)
+        got = await RESPONSES.ask(session, "hi", stream=True, max_output_tokens=3, **more)
+    assert agent.calls[0].messages == (user("hi"),)
     assert (agent.calls[0].tools, agent.calls[0].max_tokens) == (None, 3)
-    assert (whole.metadata, whole.tool_choice, whole.tools) == ({"a": "b"}, "none", [])
+    assert (got.metadata, got.tool_choice, got.tools) == ({"a": "b"}, "none", [])
 
 
 async def test_a_conversation_by_previous_response_id() -> None:
@@ -409,21 +432,18 @@ async def test_a_conversation_by_previous_response_id() -> None:
     brief = {"instructions": "Be brief.", "tools": [RESPONSES.tool()]}
     async with serving(agent) as (_, session):
         first = await RESPONSES.ask(session, "Oslo?", **brief)
-        result = {"type": "function_call_output", "call_id": "call_0", "output": "rain"}
-        second = await RESPONSES.ask(session, [result], previous_response_id=first.id, **brief)
+        output = {"type": "function_call_output", "call_id": "call_0", "output": "rain"}
+        second = await RESPONSES.ask(session, [output], previous_response_id=first.id, **brief)
         assert second.previous_response_id == first.id
         await RESPONSES.ask(session, "Thanks.", previous_response_id=second.id, **brief)
         # Instructions are not carried over.
         await RESPONSES.ask(session, "Thanks.", previous_response_id=first.id)
-    system = {"role": "system", "content": "Be brief."}
-    user = {"role": "user", "content": "Oslo?"}
-    tool = {"role": "tool", "tool_call_id": "call_0", "content": "rain"}
-    thanks = {"role": "user", "content": "Thanks."}
+    oslo, thanks = user("Oslo?"), user("Thanks.")
     sent = [list(one.messages) for one in agent.calls]
-    assert sent[0] == [system, user]
-    assert sent[1] == [system, user, turns[0].message, tool]
-    assert sent[2] == [system, user, turns[0].message, tool, turns[1].message, thanks]
-    assert sent[3] == [user, turns[0].message, thanks]
+    assert sent[0] == [BRIEF, oslo]
+    assert sent[1] == [BRIEF, oslo, turns[0].message, result("call_0", "rain")]
+    assert sent[2] == [*sent[1], turns[1].message, thanks]
+    assert sent[3] == [oslo, turns[0].message, thanks]
 
 
 async def test_a_response_that_was_not_kept_cannot_be_gone_on_from() -> None:
@@ -454,21 +474,18 @@ async def test_items_of_a_history_become_messages() -> None:
         {"type": "function_call_output", "call_id": "c3", "output": ""},
     ]
 
-    def tool_call(call_id: str, **arguments: Any) -> dict[str, Any]:
-        return {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
-
     agent = ScriptedAgent([say("ok")])
     async with serving(agent) as (_, session):
         await RESPONSES.ask(session, given)
     assert list(agent.calls[0].messages) == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "one"},
-        {"role": "assistant", "content": "two", "tool_calls": [tool_call("c1"), tool_call("c2", x=1)]},
-        {"role": "tool", "tool_call_id": "c1", "content": "r1"},
-        {"role": "tool", "tool_call_id": "c2", "content": "r2"},
-        {"role": "assistant", "content": "", "tool_calls": [tool_call("c3")]},
-        {"role": "tool", "tool_call_id": "c3", "content": ""},
+        BRIEF,
+        user("a"),
+        assistant("one"),
+        assistant("two", call_of("c1", "f"), call_of("c2", "f", x=1)),
+        result("c1", "r1"),
+        result("c2", "r2"),
+        assistant("", call_of("c3", "f")),
+        result("c3", ""),
     ]
     assert session.counts.num_rewritten == 3
 
@@ -488,18 +505,6 @@ async def test_an_error_of_responses_after_the_headers_is_an_event() -> None:
 
 
 # ---- Anthropic's Messages
-
-
-async def test_what_a_client_of_messages_sees() -> None:
-    agent = ScriptedAgent([RICH, say("x", finish_reason=FinishReason.LENGTH), say("x")])
-    async with serving(agent) as (_, session):
-        first, cut, last = [await MESSAGES.ask(session, [USER], stream=True) for _ in range(3)]
-    assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
-    assert first.content[0].thinking == RICH.reasoning
-    assert first.content[3].input == RICH.tool_calls[1].arguments
-    reasons = [one.stop_reason for one in (first, cut, last)]
-    assert reasons == ["tool_use", "max_tokens", "end_turn"]
-    assert first.model == "policy"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -525,19 +530,25 @@ async def test_the_text_that_ended_a_turn_is_named(stream: bool) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["rich", "empty", "only broken"])
-async def test_every_event_of_a_stream_of_messages(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("rich", ["thinking", "text", "tool_use", "tool_use"]),
+        ("empty", ["text"]),
+        ("only broken", ["text"]),
+    ],
+)
+async def test_every_event_of_a_stream_of_messages(name: str, blocks: list[str]) -> None:
     async with serving(ScriptedAgent([TURNS[name]])) as (_, session), anthropic_client(session) as client:
         stream = await client.messages.create(model="m", max_tokens=5, messages=[USER], stream=True)
-        kinds = []
-        async for event in stream:
-            strictly(RawMessageStreamEvent, event.to_dict())
-            kinds.append(event.type)
-    assert kinds[0] == "message_start"
-    assert kinds[-2:] == ["message_delta", "message_stop"]
-    blocks = [kind for kind in kinds if kind in ("content_block_start", "content_block_stop")]
-    num_blocks = 4 if name == "rich" else 1
-    assert blocks == ["content_block_start", "content_block_stop"] * num_blocks
+        events = [event async for event in stream]
+    for event in events:
+        strictly(RawMessageStreamEvent, event.to_dict())
+    kinds = [event.type for event in events]
+    assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
+    assert [one.content_block.type for one in events if one.type == "content_block_start"] == blocks
+    around = [kind for kind in kinds if kind in ("content_block_start", "content_block_stop")]
+    assert around == ["content_block_start", "content_block_stop"] * len(blocks)
 
 
 def text(words: str, **more: object) -> dict[str, object]:
@@ -572,18 +583,13 @@ async def test_what_the_agent_is_asked_by_messages() -> None:
         )
         await MESSAGES.ask(session, [USER], tools=[MESSAGES.tool()], tool_choice={"type": "none"})
     first, second = agent.calls
-    function = {"name": "weather", "arguments": {"city": "x"}}
     assert list(first.messages) == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "a"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "t", "type": "function", "function": function}],
-        },
-        {"role": "user", "content": "before"},
-        {"role": "tool", "tool_call_id": "t", "content": ""},
-        {"role": "tool", "tool_call_id": "u", "content": "r"},
+        BRIEF,
+        user("a"),
+        assistant("", call_of("t", "weather", city="x")),
+        user("before"),
+        result("t", ""),
+        result("u", "r"),
     ]
     assert first.tools == (ToolSpec(**FUNCTION),)
     assert (first.max_tokens, tuple(first.stop)) == (9, ("END",))
@@ -619,13 +625,3 @@ async def test_errors_before_and_after_the_headers(
     assert caught.value.status_code == (200 if is_late else status)
     assert caught.value.body["error"]["type"] == kind
     assert text in caught.value.body["error"]["message"]
-
-
-async def test_models_and_what_is_not_there() -> None:
-    agent = ScriptedAgent()
-    async with serving(agent) as (_, session), anthropic_client(session) as client:
-        raw = await client.models.with_raw_response.list()
-        (model,) = json.loads(raw.http_response.content)["data"]
-        assert strictly(anthropic.types.ModelInfo, model).id == "policy"
-        with pytest.raises(anthropic.NotFoundError, match="agent has no tokenizer"):
-            await client.messages.count_tokens(model="m", messages=[USER])

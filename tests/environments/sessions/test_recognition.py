@@ -24,7 +24,9 @@ from forgeasync.environments import (
     SessionLimits,
     ToolCall,
     Turn,
+    assistant,
     shown,
+    user,
 )
 from forgeasync.rollouts import FinishReason
 from tests.support.sessions import Asking, ScriptedAgent, say, serving
@@ -52,7 +54,7 @@ TURNS = st.builds(
     broken_tool_calls=st.lists(st.builds(BrokenToolCall, text=TEXT, problem=TEXT), max_size=2).map(tuple),
 )
 
-USER = {"role": "user", "content": "hi"}
+USER = user("hi")
 
 FIRST = Attempt(digest=b"", num_retries=0, idempotency_key=None)
 
@@ -113,8 +115,7 @@ def test_every_turn_comes_back_through_every_api(turn: Turn, kept: bool, api: Di
 
 async def test_a_turn_is_known_only_after_the_messages_that_it_answered() -> None:
     turn = say("x", broken_tool_calls=(BrokenToolCall(text="<tool", problem="cut"),))
-    theirs = {"role": "assistant", "content": "x\n<tool"}
-    other = {"role": "user", "content": "ho"}
+    theirs, other = assistant("x\n<tool"), user("ho")
     agent = ScriptedAgent([turn, *[say("end")] * 3])
     async with serving(agent) as (_, session):
         await ask(session, [USER])
@@ -132,8 +133,7 @@ async def test_a_turn_is_known_only_after_the_messages_that_it_answered() -> Non
 
 
 async def test_the_oldest_turns_are_forgotten() -> None:
-    asked = [{"role": "user", "content": str(index)} for index in range(5)]
-    theirs = {"role": "assistant", "content": "x"}
+    asked, theirs = [user(str(index)) for index in range(5)], assistant("x")
     agent = ScriptedAgent(answer=lambda _: say("x", reasoning="r"))
     async with serving(agent, limits=SessionLimits(max_shown_turns=3)) as (_, session):
         for message in asked:
@@ -142,7 +142,7 @@ async def test_the_oldest_turns_are_forgotten() -> None:
         for message in (asked[0], asked[4]):
             await ask(session, [message, theirs, USER])
     assert agent.calls[5].messages == (asked[0], theirs, USER)
-    assert agent.calls[6].messages[1] == {**theirs, "reasoning_content": "r"}
+    assert agent.calls[6].messages[1] == assistant("x", reasoning="r")
     assert counted(session) == (1, 1)
 
 

@@ -33,29 +33,6 @@ def leave(sampling: Sampling[str], *, is_delivered: bool) -> None:
     sampling.is_delivered |= is_delivered
 
 
-def test_which_of_several_a_retry_joins() -> None:
-    samplings: Samplings[str] = Samplings(keep_s=10, max_kept=10)
-    retry = attempt(num_retries=1)
-    begin(samplings, attempt(key="k"), "keyed")
-    assert samplings.find(retry) is None, "it has no key"
-    waited_for = begin(samplings, attempt(), "waited for")
-    assert samplings.find(retry) is waited_for
-    assert samplings.find(attempt("b", num_retries=1)) is None
-    got = begin(samplings, attempt(), "got")
-    leave(got, is_delivered=True)
-    assert samplings.find(retry) is got
-    samplings.refused(attempt())
-    assert samplings.find(retry) is None
-    assert samplings.find(retry) is got
-    lost = begin(samplings, attempt(), "lost")
-    leave(lost, is_delivered=False)
-    samplings.refused(attempt())
-    assert samplings.find(retry) is lost
-    lost.num_waiting += 1
-    assert samplings.find(retry) is None
-    assert samplings.find(retry) is got
-
-
 def test_what_is_kept_and_for_how_long() -> None:
     samplings: Samplings[str] = Samplings(keep_s=10, max_kept=2)
     all_ = [begin(samplings, attempt(str(index)), str(index)) for index in range(5)]
@@ -75,12 +52,15 @@ def test_what_is_kept_and_for_how_long() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_every_client_gets_a_turn_and_none_is_sampled_without_need(data: st.DataObject) -> None:
-    """Clients that ask the same, lose their connections and ask again until they have a turn.
+    """Clients that ask the same or not, lose their connections and ask again until they have a turn.
 
     Each loss is noticed before the retry. Then every client ends with a turn that is its own.
     """
     samplings: Samplings[int] = Samplings(keep_s=1e9, max_kept=10**6)
-    num_clients = data.draw(st.integers(1, 6))
+    for body in "ab":
+        begin(samplings, attempt(body, key=f"of nobody else {body}"), -1)
+    bodies = data.draw(st.text("ab", min_size=1, max_size=6))
+    num_clients = len(bodies)
     num_retries = [0] * num_clients
     held: dict[int, Sampling[int]] = {}
     waiting = set(range(num_clients))
@@ -100,7 +80,7 @@ def test_every_client_gets_a_turn_and_none_is_sampled_without_need(data: st.Data
                 leave(sampling, is_delivered=False)
                 num_retries[client] += 1
             continue
-        one = attempt(num_retries=num_retries[client])
+        one = attempt(bodies[client], num_retries=num_retries[client])
         found = samplings.find(one)
         if found is None and data.draw(st.booleans()):
             samplings.refused(one)
@@ -111,6 +91,7 @@ def test_every_client_gets_a_turn_and_none_is_sampled_without_need(data: st.Data
             num_begun += 1
         found.num_waiting += 1
         assert found.num_waiting == 1, "two clients wait for one turn"
+        assert (found.attempt.digest, found.attempt.idempotency_key) == (one.digest, None)
         held[client] = found
     assert len(set(got.values())) == len(got)
     assert num_begun <= num_clients
@@ -191,39 +172,20 @@ async def test_a_client_that_runs_out_of_patience(hand_time: HandTime) -> None:
     assert len(agent.calls) == 1
 
 
-async def test_the_same_request_twice_is_two_turns() -> None:
-    agent = numbered()
-    async with serving(agent) as (_, session):
-        at_once = await asyncio.gather(*(chat(session) for _ in range(5)))
-        later = await chat(session)
-    assert sorted([*at_once, later]) == [f"answer {index}" for index in range(1, 7)]
-    assert session.counts.num_retries_joined == 0
-
-
-async def test_a_request_that_was_too_many_gets_a_turn_of_its_own_later() -> None:
+async def test_one_turn_too_many_is_told_when_to_come_back_and_gets_a_turn_of_its_own() -> None:
     """Its retry must not join the sampling of the sub-agent that asked the same."""
     agent = numbered(is_held=True)
     async with serving(agent, limits=SessionLimits(max_turns_at_once=1)) as (_, session):
         first = asyncio.create_task(chat(session))
         await until(lambda: len(agent.calls) == 1)
-        second = asyncio.create_task(chat(session))
-        await until(lambda: session.counts.num_refused == 1)
-        agent.gate.set()
-        assert await first == "answer 1"
-        assert await second == "answer 2"
-    assert session.counts.num_retries_joined == 0
-
-
-async def test_too_many_turns_at_once_are_told_when_to_come_back() -> None:
-    agent = numbered(is_held=True)
-    async with serving(agent, limits=SessionLimits(max_turns_at_once=2)) as (_, session):
-        running = [asyncio.create_task(chat(session)) for _ in range(2)]
-        await until(lambda: len(agent.calls) == 2)
-        with pytest.raises(openai.RateLimitError, match="2 turns of this session") as caught:
+        with pytest.raises(openai.RateLimitError, match="1 turns of this session") as caught:
             await chat(session, max_retries=0)
         assert caught.value.response.headers["retry-after"] == "1"
+        second = asyncio.create_task(chat(session))
+        await until(lambda: session.counts.num_refused == 2)
         agent.gate.set()
-        await asyncio.gather(*running)
+        assert [await first, await second] == ["answer 1", "answer 2"]
+    assert session.counts.num_retries_joined == 0
 
 
 async def test_a_turn_that_failed_is_sampled_again() -> None:

@@ -26,13 +26,10 @@ from forgeasync.testing import ScriptedGenerator
 from tests.environments.sessions.apis import APIS, CHAT, MESSAGES, RESPONSES, Api
 from tests.support.chat import CHATML, make_tokenizer
 from tests.support.chat_families import family_tokenizer
-from tests.support.openai_loop import run_tool_loop
 from tests.support.sessions import (
-    WEATHER,
     Asking,
     ScriptedAgent,
     anthropic_client,
-    call,
     openai_client,
     say,
     serving,
@@ -89,24 +86,6 @@ async def test_a_conversation_is_one_growing_row_of_tokens(api: Api | None) -> N
     for before, after in zip(model.paths, model.paths[1:], strict=False):
         assert after[: len(before)] == before
     assert [sum(numbers) for numbers in talk.num_tokens] == [len(path) for path in model.paths]
-
-
-async def test_a_branch_and_a_history_that_was_rewritten() -> None:
-    tokenizer = make_tokenizer(CHATML)
-    model = ScriptedGenerator(tokenizer, ["one", "two", "three", "four"])
-    agent = make_agent(model, build_renderer(tokenizer, chat_template=True))
-    async with SessionServer() as server:
-        session = server.open(agent)
-        first, second = Conversation(session, CHAT), Conversation(session, CHAT)
-        await first.ask("count")
-        second.messages = list(first.messages)
-        await asyncio.gather(first.ask("on"), second.ask("further"))
-        second.messages[1] = {"role": "assistant", "content": "ONE"}
-        await second.ask("again")
-    assert session.counts.num_rewritten == 2
-    # Two turns go on from the first one; what was changed begins anew.
-    assert [request.after for request in model.requests] == [None, 0, 0, None]
-    assert agent.num_rewritten == 1
 
 
 GET = {"type": "object", "properties": {"x": {"type": "integer"}}}
@@ -237,43 +216,6 @@ async def test_tokens_are_counted_as_a_turn_would_have_them() -> None:
 
 
 # ---- agents that bring their own loop
-
-
-SCHEMAS = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
-CITIES = {"Oslo": "rain", "Rome": "sun"}
-
-TURNS = [
-    say("First Oslo.", reasoning="Which first?", tool_calls=(call("call_0", city="Oslo"),)),
-    say("", reasoning="Now both.", tool_calls=(call("call_0", city="Rome"), call("call_1", city="Paris"))),
-    say("", tool_calls=(call("call_0", name="invented", x="1"),)),
-    say("Rome."),
-]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_tool_loop_over_four_turns(stream: bool) -> None:
-    agent = ScriptedAgent(TURNS)
-    async with serving(agent) as (_, session):
-        answer = await run_tool_loop(
-            session.base_url,
-            session.api_key,
-            "Where is the sun?",
-            {"weather": lambda city: CITIES[city]},
-            SCHEMAS,
-            stream=stream,
-        )
-    assert answer == "Rome."
-    assert len(agent.calls) == 4
-    for number, asking in enumerate(agent.calls):
-        ours = [message for message in asking.messages if message["role"] == "assistant"]
-        assert ours == [turn.message for turn in TURNS[:number]]
-        # What is new comes after all that was there.
-        if number:
-            before = agent.calls[number - 1].messages
-            assert asking.messages[: len(before)] == before
-    results = [message["content"] for message in agent.calls[3].messages if message["role"] == "tool"]
-    assert results == ["rain", "sun", "error: KeyError('Paris')", "error: KeyError('invented')"]
-    assert (session.counts.num_ours, session.counts.num_rewritten) == (6, 0)
 
 
 async def test_sub_agents_overlap_in_one_session() -> None:

@@ -16,88 +16,53 @@ from openai.types.responses.response_input_param import FunctionCallOutput
 from openai.types.shared_params import FunctionDefinition
 
 from forgeasync.environments import MAX_UNKNOWN_CHARS, MAX_UNKNOWN_NAMES, RequestError
-from forgeasync.observability import SESSION_COUNTS
-from tests.environments.sessions.apis import APIS, CHAT, MESSAGES, RESPONSES, USER, Api
+from tests.environments.sessions.apis import APIS, CHAT, HEADER, MESSAGES, RESPONSES, USER
 from tests.support.sessions import ScriptedAgent, say, serving
 
-HEADER = "x-forgeasync-ignored"
-NEXT_YEAR = {"field_of_next_year": {"level": 3}}
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
-async def test_a_field_of_the_next_sdk_is_ignored_named_and_counted(
-    api: Api, stream: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with serving(agent := ScriptedAgent(answer=lambda _: say("ok"))) as (_, session):
-        assert api.text(await api.ask(session, [USER], stream=stream, extra_body=NEXT_YEAR)) == "ok"
-        for fields, named in [
-            ({}, None),
-            (NEXT_YEAR, "field_of_next_year"),
-            ({"temperature": 0.5, **NEXT_YEAR}, "temperature, field_of_next_year"),
-        ]:
-            _, answer = await api.post(session, api.body([USER], stream=stream, **fields))
-            assert answer.headers.get(HEADER) == named
-    counts = session.counts
-    assert (counts.num_refused, counts.num_with_unknown_fields, counts.num_not_honoured) == (0, 3, 1)
-    assert "num_with_unknown_fields" in SESSION_COUNTS, "it is a metric"
-    assert [one.messages for one in agent.calls] == [(USER,)] * 4
-    said = [one.getMessage() for one in caplog.records if "which no endpoint knows" in one.getMessage()]
-    assert len(said) == 1 and "field_of_next_year" in said[0]
-
-
+CALLED = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+THOUGHT = {"type": "thinking", "thinking": "r", "signature": "s"}
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "rain"}]}
-BODIES: dict[str, dict[str, Any]] = {
-    "chat": {
-        "model": "m",
-        "stream_options": {"include_usage": True},
-        "tools": [CHAT.tool()],
-        "messages": [
+BODIES = {
+    "chat": CHAT.body(
+        [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "a"}]},
-            {
-                "role": "assistant",
-                "content": "b",
-                "tool_calls": [
-                    {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-                ],
-            },
+            {"role": "assistant", "content": "b", "tool_calls": [CALLED]},
             {"role": "tool", "tool_call_id": "c", "content": "rain"},
         ],
-    },
-    "responses": {
-        "model": "m",
-        "stream_options": {"include_obfuscation": False},
-        "text": {"format": {"type": "text"}},
-        "tools": [RESPONSES.tool()],
-        "input": [
+        stream_options={"include_usage": True},
+        tools=[CHAT.tool()],
+    ),
+    "responses": RESPONSES.body(
+        [
             {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
             {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "r"}]},
             {"role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
             {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c", "output": "rain"},
         ],
-    },
-    "messages": {
-        "model": "m",
-        "max_tokens": 5,
-        "system": [{"type": "text", "text": "Be brief."}],
-        "tool_choice": {"type": "auto"},
-        "output_config": {"effort": "low"},
-        "tools": [MESSAGES.tool()],
-        "messages": [
+        stream_options={"include_obfuscation": False},
+        text={"format": {"type": "text"}},
+        tools=[RESPONSES.tool()],
+    ),
+    "messages": MESSAGES.body(
+        [
             {"role": "user", "content": [{"type": "text", "text": "a"}]},
             {
                 "role": "assistant",
                 "content": [
-                    {"type": "thinking", "thinking": "r", "signature": "s"},
+                    THOUGHT,
                     {"type": "text", "text": "b"},
                     {"type": "tool_use", "id": "c", "name": "weather", "input": {}},
                 ],
             },
             {"role": "user", "content": [RESULT]},
         ],
-    },
+        system=[{"type": "text", "text": "Be brief."}],
+        tool_choice={"type": "auto"},
+        output_config={"effort": "low"},
+        tools=[MESSAGES.tool()],
+    ),
 }
 
 NOT_READ = {"parameters", "input_schema", "input", "arguments", "properties", "format"}
@@ -131,33 +96,6 @@ def test_a_field_at_any_depth_is_ignored_and_named(kind: str) -> None:
         assert asked.unknown == (f"{place}.of_next_year".removeprefix("."),), place
         # The model is shown the same.
         assert (asked.messages, asked.tools) == (plain.messages, plain.tools), place
-
-
-@pytest.mark.parametrize(
-    ("kind", "place"),
-    [
-        ("chat", ("messages", 1, "content", 0, "type")),
-        ("chat", ("messages", 1, "role")),
-        ("chat", ("tools", 0, "type")),
-        ("responses", ("input", 0, "content", 0, "type")),
-        ("responses", ("input", 3, "type")),
-        ("responses", ("tools", 0, "type")),
-        ("messages", ("messages", 0, "content", 0, "type")),
-        ("messages", ("messages", 1, "content", 1, "type")),
-        ("messages", ("tools", 0, "type")),
-    ],
-)
-def test_a_kind_of_next_year_is_refused_since_the_model_would_not_be_shown_it(
-    kind: str, place: tuple[str | int, ...]
-) -> None:
-    api, body = APIS[kind].dialect, BODIES[kind]
-    changed = copy.deepcopy(body)
-    inside: Any = changed
-    for step in place[:-1]:
-        inside = inside[step]
-    inside[place[-1]] = "kind_of_next_year"
-    with pytest.raises(RequestError, match="kind_of_next_year"):
-        api.read(changed)
 
 
 KNOWN: list[tuple[str, Any, str, Callable[[dict[str, Any]], dict[str, Any]]]] = [

@@ -248,18 +248,11 @@ def test_a_method_of_an_object_and_a_function_without_parameters() -> None:
     ("text", "lines"),
     [
         (
-            "Find a word.\n\n:param str word: What to find,\n    in lower case.\n:param limit: How many.\n"
-            ":returns: x",
-            {"word": "What to find, in lower case.", "limit": "How many."},
+            "Find a word.\n\n:param str word: One,\n    in lower case.\n:param limit: Two.\n:returns: x",
+            {"word": "One, in lower case.", "limit": "Two."},
         ),
-        (
-            "Find a word.\n\nArgs:\n    word: What: a word.\n\nRaises:\n    KeyError: none.",
-            {"word": "What: a word."},
-        ),
-        (
-            "Find a word.\n\nParameters\n----------\nword : str\n    What to find.\n",
-            {"word": "What to find."},
-        ),
+        ("Find a word.\n\nArgs:\n    word: A: b.\n\nRaises:\n    KeyError: none.", {"word": "A: b."}),
+        ("Find a word.\n\nParameters\n----------\nword : str\n    Which.\n", {"word": "Which."}),
         ("Find a word.", {}),
     ],
 )

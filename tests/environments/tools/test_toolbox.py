@@ -142,19 +142,6 @@ def test_what_a_tool_says_is_cut_and_told() -> None:
     assert len(failed.content) < 150 and failed.num_cut_characters > 4800
 
 
-async def test_a_tool_that_blocks_delays_no_other() -> None:
-    began = threading.Barrier(3)
-
-    def wait() -> str:
-        """Wait until three calls are under way."""
-        began.wait()
-        return "met"
-
-    toolbox = Toolbox([Tool.from_function(wait)])
-    calls = [toolbox.call(call("wait", number), limit_s=300.0) for number in range(3)]
-    assert [result.content for result in await asyncio.gather(*calls)] == ["met"] * 3
-
-
 async def cut_off(
     clock: HandTime, function: Callable[..., object], has_begun: Callable[[], bool], *, limit_s: float
 ) -> ToolResult:
@@ -264,17 +251,6 @@ def test_how_long_calls_took_is_of_the_last_step() -> None:
     assert "episode/tool_call_p50_s" not in episodes.metrics()
 
 
-def test_a_python_loop_without_end_is_ended() -> None:
-    def spin() -> None:
-        """Never return."""
-        while True:
-            pass
-
-    assert run(spin, limit_s=0.2).status is ToolStatus.TIMEOUT
-    while num_stuck_calls():
-        time.sleep(0.001)
-
-
 async def test_a_call_that_nothing_ends_is_counted(hand_time: HandTime) -> None:
     free = threading.Event()
 
@@ -324,9 +300,9 @@ def converse(agent: ScriptedAgent, *functions: Callable[..., object], max_rounds
 def test_the_loop_answers_all_calls_of_a_turn_in_order() -> None:
     answered = threading.Event()
 
-    async def slow() -> str:
-        """Answer last."""
-        await asyncio.to_thread(answered.wait)
+    def slow() -> str:
+        """Answer last, and block until then."""
+        answered.wait()
         return "slow"
 
     async def quick() -> str:
@@ -365,11 +341,13 @@ def test_the_loop_ends_after_its_rounds() -> None:
     assert agent.tool_calls == {ToolStatus.OK: 3}
 
 
-def test_a_call_in_a_turn_has_the_agents_limit() -> None:
-    def sleep() -> None:
-        """Sleep in pieces, so that the thread can be ended."""
+def test_a_call_in_a_turn_has_the_agents_limit_and_a_loop_without_end_is_ended() -> None:
+    def spin() -> None:
+        """Never return."""
         while True:
-            time.sleep(0.01)
+            pass
 
-    agent = ScriptedAgent(scripted_turn("", call("sleep")), "late", tool_limit_s=0.1)
-    assert converse(agent, sleep).results[0].status is ToolStatus.TIMEOUT
+    agent = ScriptedAgent(scripted_turn("", call("spin")), "late", tool_limit_s=0.1)
+    assert converse(agent, spin).results[0].status is ToolStatus.TIMEOUT
+    while num_stuck_calls():
+        time.sleep(0.001)

@@ -1,11 +1,24 @@
-"""What a run that serves people must be, and what other runs must not."""
+"""What a run that serves people must be, where they come, and commands that have no use for them."""
 
+import json
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from forgeasync.config import check_without_model, dump_config, load_config
-from forgeasync.schema import ConfigError
+from apps.serve import require_people
+from forgeasync.config import RunConfig, ServingSection, check_without_model, dump_config, load_config
+from forgeasync.controller import prepare_evaluation, rehearse
+from forgeasync.environments import (
+    EndpointModel,
+    ServingAddress,
+    build_source,
+    check_address,
+    check_environment,
+    look_at_data,
+)
+from forgeasync.schema import ConfigError, PythonCode
 from tests.support.config_samples import CONFIGS, minimal_config
 
 SERVED = (
@@ -22,14 +35,18 @@ OTHER_DATA = f"data={{source: {SOURCE}, num_train: 9, num_held_out: 9}}"
 JUDGED = "serving.score_from=[feedback, judge]"
 
 
+@pytest.fixture
+def served() -> RunConfig:
+    return load_config(CONFIGS / "serve_cpu.yaml")
+
+
 def problems(*overrides: str) -> dict[str, str]:
     return {problem.field: str(problem) for problem in check_without_model(minimal_config(*overrides))}
 
 
-def test_the_config_that_comes_with_the_package() -> None:
-    config = load_config(CONFIGS / "serve_cpu.yaml")
-    assert not check_without_model(config)
-    assert "token:" not in dump_config(config)
+def test_the_config_that_comes_with_the_package(served: RunConfig) -> None:
+    assert not check_without_model(served)
+    assert "token:" not in dump_config(served)
 
 
 def test_a_served_run() -> None:
@@ -86,3 +103,86 @@ def test_other_runs_have_held_out_problems() -> None:
 def test_where_scores_come_from(sources: str) -> None:
     with pytest.raises(ConfigError, match=r"serving\.score_from"):
         problems(*SERVED, f"serving.score_from={sources}")
+
+
+# ---- where people come
+
+
+def test_the_file_has_a_token_of_its_own_and_is_for_its_owner(tmp_path: Path) -> None:
+    file, told = tmp_path / "serving.json", list[str]()
+    address = ServingAddress(ServingSection(), file, told.append)
+    first = address.setup()
+    assert first.port == 0 and len(first.token) >= 32 and first.token not in repr(first)
+    address.opened("http://127.0.0.1:4711", 4711)
+    # The worker was replaced.
+    again = address.setup()
+    assert (again.port, again.token) == (4711, first.token)
+    address.opened("http://127.0.0.1:4711", 4711)
+    assert json.loads(file.read_text()) == {"url": "http://127.0.0.1:4711", "token": first.token}
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert [one.name for one in tmp_path.iterdir()] == ["serving.json"]
+    assert "http://127.0.0.1:4711/sessions" in told[0] and first.token not in " ".join(told)
+    assert ServingAddress(ServingSection(), file, told.append).setup().token != first.token
+
+
+def test_a_token_of_a_variable_is_written_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = "from the environment"
+    section = ServingSection(token_env="MY_TOKEN")
+    monkeypatch.setenv("MY_TOKEN", token)
+    assert not list(check_address(section))
+    file = tmp_path / "serving.json"
+    address = ServingAddress(section, file, lambda _: None)
+    address.opened("http://h:1", 1)
+    assert address.setup().token == token
+    assert token not in file.read_text() and token not in section.model_dump_json()
+    for bad, what in ((None, "is not set"), ("short", "has 5 characters"), ("\u00e9" * 20, "ASCII")):
+        monkeypatch.delenv("MY_TOKEN") if bad is None else monkeypatch.setenv("MY_TOKEN", bad)
+        (problem,) = check_address(section)
+        assert problem.field == "serving.token_env" and what in problem.remedy
+        assert bad is None or bad not in problem.remedy
+
+
+def test_an_address_that_cannot_be_listened_on_is_refused_by_name() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (problem,) = check_address(ServingSection(port=port))
+        assert (problem.field, problem.value) == ("serving.port", port)
+    for host in ("203.0.113.7", "no such host"):
+        (problem,) = check_address(ServingSection(host=host))
+        assert (problem.field, problem.value) == ("serving.host", host)
+
+
+def test_your_own_environment_serves_people_or_does_not() -> None:
+    options = {"hint": "", "failing_digit": 1}
+    other = PythonCode(kind="python", factory="tests.support.environments.TryAgain", options=options)
+    factory = "tests.plugins.serve.test_sessions_of_people.Counting"
+    serving = PythonCode(kind="python", factory=factory, options={})
+    (problem,) = check_environment(other, is_served=True)
+    assert problem.field == "environment.factory" and "derived from ServedSessions" in problem.remedy
+    (problem,) = check_environment(serving, is_served=False)
+    assert problem.field == "environment.factory" and "data.source.kind = 'served'" in problem.remedy
+    assert not list(check_environment(serving, is_served=True))
+    assert not list(check_environment(other, is_served=False))
+
+
+# ---- commands that have no use for people
+
+
+def test_serve_needs_people(served: RunConfig) -> None:
+    require_people(served)
+    with pytest.raises(ConfigError, match=r"data\.source\.kind = 'reasoning_gym': must be 'served'"):
+        require_people(minimal_config())
+
+
+def test_nobody_comes_to_a_rehearsal_or_an_evaluation(served: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.source\.kind = 'served': nobody comes"):
+        rehearse(served, lambda config: None, on_hosts=False)
+    endpoint = EndpointModel(base_url="http://127.0.0.1:1/v1", model="m")
+    with pytest.raises(ConfigError, match=r"data\.source\.kind = 'served': people bring"):
+        prepare_evaluation(served, model=None, endpoint=endpoint, num_samples=None, out=tmp_path / "out")
+
+
+def test_tasks_stand_for_people(served: RunConfig) -> None:
+    source = build_source(served.data, seed=0)
+    assert [task.task_id for task in source.train] == ["served/0"] and not source.held_out
+    assert "people bring the tasks" in look_at_data(served.data, seed=0).words

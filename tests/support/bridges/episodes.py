@@ -5,19 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forgeasync.config import EpisodesSection
-from forgeasync.environments import (
-    AgentRole,
-    Environment,
-    Episodes,
-    SessionServer,
-    TurnRequest,
-    build_renderer,
-)
+from forgeasync.environments import Environment, SessionServer, TurnRequest
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Task
 from forgeasync.testing import ScriptedGenerator
-from tests.support.chat import make_tokenizer
-
-TOKENIZER = make_tokenizer(None)
+from tests.support.episodes import TOKENIZER, make_episodes
 
 
 def task(**record: Any) -> Task:
@@ -48,12 +39,8 @@ def run_episodes(
 
     async def go() -> tuple[list[EpisodeOutcome], list[ScriptedGenerator]]:
         async with SessionServer() as sessions:
-            episodes = Episodes(
+            episodes = make_episodes(
                 environment,
-                build_renderer(TOKENIZER, chat_template=False),
-                name="served",
-                roles=(AgentRole(name="agent", is_trainable=True),),
-                has_one_agent=True,
                 max_context_length=max_context_length,
                 section=EpisodesSection(**(section or {})),
                 limit_s=limit_s,

@@ -1,4 +1,4 @@
-"""Paths by the renderers of families of models, against the chat templates as transformers renders them."""
+"""What messages add to a path, by formats of families, a chat template or neither, against transformers."""
 
 import random
 from collections.abc import Sequence
@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from forgeasync.environments import (
     ASSISTANT,
@@ -13,6 +16,7 @@ from forgeasync.environments import (
     TOOLS,
     Abilities,
     BridgeRefused,
+    Conversation,
     Difference,
     FamilyRenderer,
     Message,
@@ -24,7 +28,7 @@ from forgeasync.environments import (
     assistant,
     call,
     compare,
-    fixed_dialogues,
+    message_of,
     other_tokens,
     random_dialogue,
     rendered_anew,
@@ -32,10 +36,21 @@ from forgeasync.environments import (
     user,
     walk,
 )
-from forgeasync.rollouts import SampledTurn
-from tests.support.chat import CHATML, make_tokenizer
+from forgeasync.rollouts import PromptEncoder, SampledTurn
+from tests.support.chat import (
+    CHATML,
+    END,
+    FORGETFUL,
+    LAST_ONLY,
+    NUMBERED,
+    PICKY,
+    SPACED,
+    START,
+    STRIPPING,
+    make_tokenizer,
+)
 from tests.support.chat_families import TEMPLATES, family_tokenizer
-from tests.support.conversations import Talk
+from tests.support.conversations import Talk, turn_of
 
 ALL = Abilities(
     system=True,
@@ -60,26 +75,20 @@ def make_renderer(family: str) -> FamilyRenderer:
     return FamilyRenderer(family_tokenizer(family), family)
 
 
+def make_talk(tokenizer: PreTrainedTokenizerFast) -> Talk:
+    template = tokenizer.chat_template is not None
+    return Talk((TemplateRenderer if template else PlainRenderer)(tokenizer), tokenizer)
+
+
+def family_talk(family: str = "qwen3", tools: Sequence[ToolSpec] = ()) -> Talk:
+    return Talk(make_renderer(family), family_tokenizer(family), tools)
+
+
 def talk_begun(family: str = "qwen3", tools: Sequence[ToolSpec] = ()) -> Talk:
     """A conversation in which the user has spoken."""
-    talk = Talk(make_renderer(family), family_tokenizer(family), tools)
+    talk = family_talk(family, tools)
     talk.hear(user("x"))
     return talk
-
-
-@pytest.mark.parametrize("family", TEMPLATES)
-def test_first_prompts_are_those_of_the_template(family: str) -> None:
-    tokenizer = family_tokenizer(family)
-    template = TemplateRenderer(tokenizer, DATE if family == "llama-3" else {})
-    renderer = make_renderer(family)
-    num_equal = 0
-    for dialogue in fixed_dialogues():
-        try:
-            expected = template.rendered_ids(dialogue.messages, dialogue.tools)
-        except ValueError:
-            continue
-        num_equal += renderer.rendered_ids(dialogue.messages, dialogue.tools) == expected
-    assert num_equal == (9 if family == "llama-3" else 10)
 
 
 @pytest.mark.parametrize("seeds", [range(20), pytest.param(range(100, 300), marks=pytest.mark.exhaustive)])
@@ -95,7 +104,6 @@ def test_paths_of_random_conversations(family: str, seeds: range) -> None:
         retokenized = other_tokens(tokenizer, rng)
         talk = Talk(renderer, tokenizer, dialogue.tools)
         heard: list[object] = []
-        num_sampled = 0
         for index, message in enumerate(dialogue.messages):
             if message["role"] != ASSISTANT:
                 heard.append(message)
@@ -103,17 +111,12 @@ def test_paths_of_random_conversations(family: str, seeds: range) -> None:
             talk.hear(*heard)
             heard = []
             ids = retokenized(renderer.answer_ids(dialogue.messages[:index], message, dialogue.tools))
-            before = list(talk.received)
             parsed = talk.say(ids.tolist())
-            num_sampled += len(ids)
-            assert talk.received == [*before, *ids.tolist()]
             calls = [one["function"] for one in message.get("tool_calls", ())]
             assert [{"name": one.name, "arguments": one.arguments} for one in parsed.tool_calls] == calls
             assert parsed.text.strip() == message["content"]
             assert (parsed.reasoning or "").strip() == message.get("reasoning_content", "")
         talk.hear(*heard)
-        assert list(talk.conversation.token_ids) == talk.received[: len(talk.conversation.token_ids)]
-        assert sum(talk.is_sampled) == num_sampled
         walked = walk(renderer, tokenizer, dialogue)
         anew = template.rendered_ids(dialogue.messages, dialogue.tools)
         likeness = compare(tokenizer, walked, dialogue.messages, anew)
@@ -146,18 +149,6 @@ def test_a_turn_that_was_cut_is_closed(family: str, text: str, expected: str) ->
     assert talk.text.endswith(expected)
 
 
-def test_reasoning_of_earlier_turns_stays() -> None:
-    """The template drops it once a user speaks again; it was attended to, so a path keeps it."""
-    talk = talk_begun()
-    assert talk.say_text("<think>\nhm\n</think>\n\na").reasoning == "hm"
-    talk.hear(user("y"))
-    talk.say_text("b")
-    talk.hear(user("z"))
-    assert "<think>\nhm\n</think>\n\na<|im_end|>\n<|im_start|>user\ny" in talk.text
-    anew = talk.tokenizer.apply_chat_template(talk.messages, tokenize=False, add_generation_prompt=True)
-    assert "hm" not in anew
-
-
 @pytest.mark.parametrize("family", ["qwen3.5", "llama-3"])
 def test_white_space_that_the_format_strips_stays_as_it_was_sampled(family: str) -> None:
     talk = talk_begun(family)
@@ -168,16 +159,6 @@ def test_white_space_that_the_format_strips_stays_as_it_was_sampled(family: str)
     assert (parsed.text, (parsed.reasoning or "").strip()) == ("a", reasoning)
     talk.hear(user("y"))
     assert f"{said}{talk.tokenizer.eos_token}" in talk.text
-
-
-def test_several_results_follow_several_calls() -> None:
-    talk = talk_begun("qwen3", TOOLS)
-    one = '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
-    parsed = talk.say_text(f"{one}\n{one}")
-    assert [made.id for made in parsed.tool_calls] == ["call_0_0", "call_0_1"]
-    talk.hear(result("call_0_0", "a"), result("call_0_1", "b"))
-    results = "<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response>"
-    assert f"<|im_start|>user\n{results}<|im_end|>\n<|im_start|>assistant\n" in talk.text
 
 
 def test_the_messages_of_others_cannot_be_bridged() -> None:
@@ -243,21 +224,6 @@ def test_what_a_family_has_no_form_for_is_refused() -> None:
         FamilyRenderer(tokenizer, "llama-3").answer_ids(
             (user("x"),), assistant("", call("a", "ping"), call("b", "ping")), TOOLS
         )
-    with pytest.raises(ValueError, match="'set_value' was given, but the format of 'deepseek-v3' does not"):
-        talk_begun("deepseek-v3", TOOLS)
-
-
-@pytest.mark.parametrize(
-    ("family", "arguments", "problem"),
-    [
-        ("qwen3", {}, r"no renderer 'qwen3': .*special token"),
-        ("llama-3", {"enable_thinking": False}, "Unsupported chat_template_kwargs"),
-        ("llama-3", {"thinking_retention": "tool_cycle"}, "Unsupported chat_template_kwargs"),
-    ],
-)
-def test_a_family_that_the_tokenizer_is_not_of(family: str, arguments: dict, problem: str) -> None:
-    with pytest.raises(ValueError, match=f"(?i){problem}"):
-        FamilyRenderer(family_tokenizer("llama-3"), family, arguments)
 
 
 def test_an_answer_ends_with_what_the_model_samples() -> None:
@@ -282,10 +248,6 @@ def talked(talk: Talk, *answers: str) -> dict[int, SampledTurn]:
     return dict(talk.conversation.turns)
 
 
-def qwen3_talk(tools: Sequence[ToolSpec] = ()) -> Talk:
-    return Talk(make_renderer("qwen3"), family_tokenizer("qwen3"), tools)
-
-
 def with_changed_question(talk: Talk) -> tuple[Message, ...]:
     return (user("another"), *talk.messages[1:], user("now?"))
 
@@ -298,21 +260,13 @@ def check_kept(made: RenderedAnew, turns: dict[int, SampledTurn]) -> None:
         assert ids[start : start + len(expected)] == expected
 
 
-def talk_by(name: str) -> Talk:
-    if name == "family":
-        return qwen3_talk()
-    tokenizer = make_tokenizer(CHATML if name == "template" else None)
-    renderer = TemplateRenderer(tokenizer) if name == "template" else PlainRenderer(tokenizer)
-    return Talk(renderer, tokenizer)
-
-
 @pytest.mark.parametrize("forged", [(), (1, 5)], ids=["none forged", "two forged"])
-@pytest.mark.parametrize("name", ["plain", "template", "family"])
+@pytest.mark.parametrize("template", [None, CHATML, "qwen3"])
 def test_turns_keep_their_tokens_and_what_others_wrote_is_made_from_text(
-    name: str, forged: tuple[int, ...]
+    template: str | None, forged: tuple[int, ...]
 ) -> None:
     """The first question was changed. Forged messages are before the model's first turn and between two."""
-    talk = talk_by(name)
+    talk = family_talk() if template == "qwen3" else make_talk(make_tokenizer(template))
     turns = talked(talk, "a b", "c", "d", "e")
     messages = list(with_changed_question(talk))
     for index in forged:
@@ -325,22 +279,14 @@ def test_turns_keep_their_tokens_and_what_others_wrote_is_made_from_text(
     assert "another" in text and "question 0" not in text and "question 1" in text
     assert text.count("forged") == len(forged)
     assert not forged or text.index("forged") < text.index("question 1")
-    if name == "template":
+    if template == CHATML:
         anew = talk.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert text == anew
 
 
-def test_without_any_turn_of_the_model_it_is_the_first_prompt() -> None:
-    renderer = make_renderer("qwen3")
-    messages = (user("x"), assistant("forged"), user("y"))
-    made = rendered_anew(renderer, messages, {})
-    assert made.ids_S.tolist() == renderer.rendered_ids(messages, ())
-    assert (made.num_from_text, dict(made.starts)) == (1, {})
-
-
 def test_a_turn_that_ended_while_it_was_reasoning_is_made_from_text() -> None:
     """Only that one: the turns around it keep their tokens."""
-    talk = qwen3_talk()
+    talk = family_talk()
     turns = talked(talk, "<think>\nyes\n</think>\n\na", "<think>\nhm")
     messages = (*talk.messages, user("go on"), assistant("later"), user("now?"))
     later = talk.tokenizer("later<|im_end|>", add_special_tokens=False)["input_ids"]
@@ -356,7 +302,7 @@ def test_a_turn_that_ended_while_it_was_reasoning_is_made_from_text() -> None:
 
 
 def test_two_messages_of_others_in_a_row_are_rendered_with_all_before_them() -> None:
-    talk = qwen3_talk()
+    talk = family_talk()
     turns = talked(talk, "a", "b")
     messages = (*talk.messages[:2], assistant("forged"), *talk.messages[2:], user("now?"))
     moved = {1: turns[1], 4: turns[3]}
@@ -376,6 +322,9 @@ def test_random_histories(family: str) -> None:
         turns = {step.index: step.turn for step in walked.steps}
         same = rendered_anew(renderer, dialogue.messages, turns, dialogue.tools)
         assert same.ids_S.tolist() == walked.ids and same.num_from_text == 0
+        without = rendered_anew(renderer, dialogue.messages, {}, dialogue.tools)
+        assert without.ids_S.tolist() == renderer.rendered_ids(dialogue.messages, dialogue.tools)
+        assert (without.num_from_text, dict(without.starts)) == (len(turns), {})
         kept = {index: turn for index, turn in turns.items() if rng.random() < 0.5}
         made = rendered_anew(renderer, dialogue.messages, kept, dialogue.tools)
         assert set(made.starts) == set(kept)
@@ -385,7 +334,197 @@ def test_random_histories(family: str) -> None:
 
 
 def test_tools_are_told_of_once() -> None:
-    talk = qwen3_talk(TOOLS)
+    talk = family_talk(tools=TOOLS)
     turns = talked(talk, "a", "b")
     made = rendered_anew(talk.renderer, with_changed_question(talk), turns, TOOLS)
     assert talk.tokenizer.decode(made.ids_S.tolist()).count('"ping"') == 1
+
+
+# ---- chat templates that no family has, and none
+
+
+def converse(talk: Talk, said: list[list[Message]], answers: list[str], *, cut: bool = False) -> None:
+    for new, answer in zip(said, answers, strict=True):
+        talk.hear(*new)
+        talk.say_text(answer, cut=cut)
+
+
+texts = st.text(alphabet="ab <>/|\n", max_size=6)
+batches = st.lists(st.builds(user, texts), min_size=1, max_size=2)
+
+
+@settings(deadline=None, max_examples=40)
+@given(said=st.lists(batches, min_size=1, max_size=4), words=st.data(), cut=st.booleans())
+@pytest.mark.parametrize("template", [CHATML, STRIPPING, FORGETFUL])
+def test_tokens_are_those_of_the_whole_conversation(
+    template: str, said: list[list[Message]], words: st.DataObject, cut: bool
+) -> None:
+    """The end of a turn is there once, whether the model has sampled it or was cut before it."""
+    tokenizer = make_tokenizer(template)
+    answers = words.draw(st.lists(st.text("ab", min_size=1), min_size=len(said), max_size=len(said)))
+    talk = make_talk(tokenizer)
+    converse(talk, said, answers, cut=cut)
+    whole = tokenizer.apply_chat_template(talk.messages, tokenize=False)
+    # The last turn's end is followed by a newline that nobody has asked for yet.
+    whole = whole.removesuffix("\n") if not cut else whole.removesuffix(END + "\n")
+    assert talk.text == whole
+
+
+SYSTEM = {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "first", "sampled", "text"),
+    [
+        # White space that a template strips stays as it was sampled.
+        (
+            make_tokenizer(STRIPPING),
+            [user("x")],
+            " a \n",
+            f"{START}user\nx{END}\n{START}assistant\n a \n{END}\n"
+            f"{START}user\ny{END}\n{START}assistant\nb{END}",
+        ),
+        # No generation prompt.
+        (make_tokenizer(SPACED), [user("x")], "a", f"[INST] x [/INST]a{END}[INST] y [/INST]b{END}"),
+        # Without a template messages are their text, joined where the tokenizer has no newline.
+        (make_tokenizer(None), [SYSTEM, user("x")], "a", f"s\nxa{END}\nyb{END}"),
+        (make_tokenizer(None, newline=False), [SYSTEM, user("x")], "a", f"sxa{END}yb{END}"),
+    ],
+    ids=["strips", "no generation prompt", "plain", "no newline"],
+)
+def test_tokens_by_hand(
+    tokenizer: PreTrainedTokenizerFast, first: list[Message], sampled: str, text: str
+) -> None:
+    talk = make_talk(tokenizer)
+    converse(talk, [first, [user("y")]], [sampled, "b"])
+    assert talk.text == text
+
+
+def test_another_token_that_ended_a_turn_stays_beside_the_templates_own() -> None:
+    """Some models know two: what was sampled is kept, and the template's own is given."""
+    tokenizer = make_tokenizer(CHATML)
+    talk = make_talk(tokenizer)
+    talk.hear(user("x"))
+    turn = turn_of(tokenizer, "a!")
+    talk.say(turn.ids_T.tolist())
+    talk.hear(user("y"))
+    assert "assistant\na!<|im_end|>\n<|im_start|>user\ny" in talk.text
+
+
+def test_a_turn_that_was_cut_has_not_sampled_its_end() -> None:
+    """Even where its last token is what the template ends turns with."""
+    talk = make_talk(make_tokenizer("{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"))
+    converse(talk, [[user("x")], [user("y")]], ["a\n", "b"], cut=True)
+    assert talk.text == "x\na\n\ny\nb"
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "problem"),
+    [
+        (FORGETFUL, "hm</think>a", "what the model wrote in an earlier turn"),
+        (LAST_ONLY, "a", "does not only append: before messages"),
+        (NUMBERED, "a", "does not only append: before messages"),
+        (CHATML.replace("m['content']", "m['content'] + m['content']"), "a", "2 times"),
+        (CHATML.replace("m['content']", "m['role']"), "a", "0 times"),
+    ],
+)
+def test_a_template_that_rewrites_is_refused(template: str, answer: str, problem: str) -> None:
+    talk = make_talk(make_tokenizer(template))
+    with pytest.raises(ValueError, match=problem):
+        converse(talk, [[user("x")], [user("y")]], [answer, "b"])
+
+
+def test_examples_of_answers_may_come_before_the_first_turn() -> None:
+    tokenizer = make_tokenizer(CHATML)
+    talk = make_talk(tokenizer)
+    converse(talk, [[user("1+1"), assistant("2"), user("2+2")], [user("2+3")]], ["4", "5"])
+    assert talk.text == tokenizer.apply_chat_template(talk.messages, tokenize=False)[:-1]
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (PICKY, "refuses these messages: no system role"),
+        # What is no string cannot be joined to one.
+        (CHATML.replace("m['content']", "5"), "refuses these messages: TypeError"),
+    ],
+)
+def test_what_a_template_refuses_is_said(template: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        make_talk(make_tokenizer(template)).hear({"role": "system", "content": "be good"}, user("x"))
+
+
+@pytest.mark.parametrize("template", [None, CHATML, "qwen3"])
+def test_a_string_is_the_prompt_of_a_single_turn(template: str | None) -> None:
+    tokenizer = family_tokenizer(template) if template in TEMPLATES else make_tokenizer(template)
+    talk = make_talk(tokenizer)
+    prompt = PromptEncoder(tokenizer, chat_template=template is not None).encode("2 + 2 =")
+    assert talk.hear(user("2 + 2 =")) == prompt.tolist()
+
+
+def test_arguments_of_the_template_reach_it() -> None:
+    tokenizer = make_tokenizer("{{ mode }}" + CHATML)
+    prompt = PromptEncoder(tokenizer, chat_template=True, template_arguments={"mode": "b"}).encode("x")
+    talk = Talk(TemplateRenderer(tokenizer, {"mode": "b"}), tokenizer)
+    assert talk.hear(user("x")) == prompt.tolist() and talk.text.startswith("b<|im_start|>")
+
+
+def test_a_tokenizer_without_the_template_asked_for_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"data\.chat_template = true"):
+        TemplateRenderer(make_tokenizer(None))
+
+
+@pytest.mark.parametrize("template", [None, CHATML, "deepseek-v3"])
+def test_tools_that_the_model_could_not_be_told_of_are_refused(template: str | None) -> None:
+    talk = family_talk(template) if template in TEMPLATES else make_talk(make_tokenizer(template))
+    talk.tools = TOOLS
+    with pytest.raises(ValueError, match="'set_value' was given, but"):
+        talk.hear(user("x"))
+
+
+HERMES = (
+    "{% for t in tools or [] %}{{ (t | tojson) + '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    '{% for c in m.tool_calls or [] %}{{ \'<tool_call>{"name": "\' + c.function.name + \'", "arguments": \' '
+    "+ (c.function.arguments | tojson) + '}</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""A template of a model of its own kind: tool calls as Hermes has them, and no reasoning."""
+
+
+def test_tool_calls_by_a_template_that_no_family_has() -> None:
+    """The turn's own tokens stay, though the template would write its call in another way."""
+    tokenizer = family_tokenizer("qwen3", HERMES)
+    talk = Talk(TemplateRenderer(tokenizer), tokenizer, TOOLS)
+    first = talk.hear(user("x"))
+    assert '"set_value"' in tokenizer.decode(first)
+    written = '<tool_call>{"arguments":{"name":"ä","final":true},"name":"set_value"}</tool_call>'
+    parsed = talk.say_text("Well. " + written)
+    assert [(one.name, one.arguments) for one in parsed.tool_calls] == [
+        ("set_value", {"name": "ä", "final": True})
+    ]
+    assert parsed.text.strip() == "Well." and not parsed.broken_tool_calls
+    talk.hear(result(parsed.tool_calls[0].id, "done"))
+    assert talk.text.endswith(
+        f"Well. {written}<|im_end|>\n<|im_start|>tool\ndone<|im_end|>\n<|im_start|>assistant\n"
+    )
+    talk.say_text("ok")
+    talk.hear(user("more"))
+    assert talk.text.count("<tool_call>") == 1
+
+
+@pytest.mark.parametrize("renderer", [PlainRenderer, TemplateRenderer])
+def test_an_answer_from_text_ends_as_turns_end(renderer: type[PlainRenderer | TemplateRenderer]) -> None:
+    tokenizer = make_tokenizer(CHATML)
+    ids = renderer(tokenizer).answer_ids((user("x"),), assistant("abc"))
+    assert ids.dtype == np.int32 and tokenizer.decode(ids.tolist()) == f"abc{END}"
+
+
+def test_a_message_of_a_turn_is_what_was_read_of_it() -> None:
+    tokenizer = family_tokenizer("qwen3", HERMES)
+    renderer = TemplateRenderer(tokenizer)
+    said = assistant("", call("call_0_0", "ping"))
+    ids = renderer.answer_ids((user("x"),), said, TOOLS).tolist()
+    before = renderer.added_ids(Conversation(turns={}), (user("x"),), TOOLS).tolist()
+    parsed = renderer.parse(before, turn_of(tokenizer, tokenizer.decode(ids)), TOOLS)
+    assert message_of(parsed) == said

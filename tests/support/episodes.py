@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
@@ -23,7 +24,9 @@ def make_episodes(
     max_context_length: int = 200,
     roles: Sequence[AgentRole] = AGENT,
     now_s: Callable[[], float] = time.perf_counter,
+    **more: Any,
 ) -> Episodes:
+    """``more`` are arguments of ``Episodes``."""
     return Episodes(
         environment,
         build_renderer(tokenizer, chat_template=False),
@@ -34,4 +37,5 @@ def make_episodes(
         section=section or EpisodesSection(),
         limit_s=limit_s,
         now_s=now_s,
+        **more,
     )
