@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apps.grpo import GrpoRun
-from forgeasync.config import Ending, SamplingSection, ScorerSection
+from forgeasync.config import SamplingSection, ScorerSection
 from forgeasync.controller import (
     EvaluationFolder,
     EvaluationSchedule,
@@ -24,7 +24,6 @@ from forgeasync.controller import (
     max_beside,
     prepare_evaluation,
     problem_scores,
-    rollout_record,
     sample_problems,
     summary_table,
     waited_every_steps,
@@ -36,11 +35,9 @@ from forgeasync.rollouts import Score, Task, VerifierCounts, VersionRange, Versi
 from forgeasync.runtime import (
     EndpointResponses,
     GroupScoring,
-    HeldOutRollout,
     SampledResponse,
     ScoredResponses,
     ScoreQueue,
-    Unscored,
     sampled_response,
 )
 from forgeasync.schema import ConfigError
@@ -382,17 +379,3 @@ async def test_every_sample_of_an_endpoint_is_kept_and_counted(tmp_path: Path) -
     assert written["sets"]["held_out"]["num_unscored"] == 4 and "bootstrap" in written["methods"]["score"]
     shown = summary_table({"held_out": summary})
     assert "held_out" in shown and "pass@4" in shown and "of 2 problems" in shown
-
-
-def test_a_rollout_says_how_it_was_sampled() -> None:
-    record = rollout_record(
-        make_task(0),
-        HeldOutRollout(
-            result=Unscored(reason="it hung"),
-            versions=VersionRange(first=2, last=4),
-            ending=Ending.TIMEOUT,
-            num_turns=3,
-        ),
-    )
-    assert (record["ending"], record["versions"], record["num_turns"]) == ("timeout", [2, 4], 3)
-    assert record["unscored"] == "it hung" and record["reward"] is None

@@ -12,7 +12,7 @@ import pytest
 from forgeasync.buffer import START, LostSteps, SkipReason, Submission
 from forgeasync.checkpoints import RUN_FILE, RunState, checkpoint_name
 from forgeasync.config import RunConfig
-from forgeasync.controller import FoundGroups, GroupSpiller, find_groups, groups, remove_others
+from forgeasync.controller import GroupSpiller, find_groups, groups, remove_others
 from forgeasync.rollouts import SUFFIX, Group, PayloadWriter, Score, StoredRollout, file_name, read_spilled
 from forgeasync.runtime import LOCAL_HOST_ID, LocalHost
 from tests.support.buffer_world import make_snapshot, make_task
@@ -213,13 +213,6 @@ async def test_found_groups_are_those_that_are_whole_and_fit(tmp_path: Path) -> 
     ]
     remove_others(world.folder, found.groups)
     assert sorted(path.name for path in world.folder.iterdir()) == [file_name(one) for one in (0, 1, 2)]
-
-
-def test_nothing_is_found_where_nothing_was_kept(tmp_path: Path) -> None:
-    config = make_config()
-    found = find_groups(tmp_path / "payloads", state(config), config, LOST)
-    assert found == FoundGroups() and list(found.messages(2)) == []
-    remove_others(tmp_path / "payloads", ())
 
 
 async def test_groups_of_another_config_or_without_a_ledger_are_sampled_again(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from forgeasync.environments import weighted_order
 from forgeasync.generator import DecodeTiming
 from forgeasync.plugins.simulator import (
     FIRST_EXTRA,
-    NUM_SEEDS,
     NUM_STEPS,
     DecodeTimer,
     Distribution,
@@ -46,8 +45,6 @@ from forgeasync.plugins.simulator import (
     sample_until_known,
     sampled_groups,
     short_run_of,
-    simulate,
-    simulated_s,
     step_cases,
 )
 from forgeasync.rollouts import Group
@@ -56,7 +53,6 @@ from forgeasync.schema import ConfigError
 from forgeasync.testing import VirtualTime, tiny_config
 from forgeasync.trainer import training_items
 from tests.support.buffer_world import make_task
-from tests.support.profiles import simple_profile, small_run
 from tests.support.rollouts import make_stored_rollout
 
 
@@ -146,7 +142,9 @@ def test_lengths_are_known_once_every_source_has_a_narrow_interval() -> None:
 
 
 @pytest.mark.parametrize("limit_s", [1e9, 0.0])
-def test_batches_are_sampled_until_lengths_are_known(limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batches_are_sampled_until_lengths_are_known(
+    limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sampled_groups, "SAMPLING_LIMIT_S", limit_s)
     rng, num_sampled, freed = random.Random(0), 0, list[Sampled]()
 
@@ -158,7 +156,7 @@ def test_batches_are_sampled_until_lengths_are_known(limit_s: float, monkeypatch
     async def free(sampled: list[Sampled]) -> None:
         freed.extend(sampled)
 
-    batches = asyncio.run(sample_until_known(sample, free))
+    batches = await sample_until_known(sample, free)
     assert len(batches) == num_sampled and freed == [one for batch in batches[1:] for one in batch]
     if not limit_s:
         assert num_sampled == 1
@@ -187,7 +185,7 @@ def test_two_problems_of_every_source_are_sampled_that_a_batch_leaves_out() -> N
         assert first.draw_id < 10 and all(one.draw_id >= FIRST_EXTRA for one in others)
 
 
-def test_of_rounds_of_decode_steps_the_first_one_does_not_count_and_medians_do() -> None:
+async def test_of_rounds_of_decode_steps_the_first_one_does_not_count_and_medians_do() -> None:
     grid = decode_grid((1, 2, 3), max_num_seqs=2, max_context_length=64, max_kv_tokens=4096)
     # The same of every point: the round that warms up, then three.
     took_s = iter([step_s for step_s in (0.9, 0.1, 0.5, 0.2) for _ in grid])
@@ -198,7 +196,7 @@ def test_of_rounds_of_decode_steps_the_first_one_does_not_count_and_medians_do()
     engine = cast(GeneratorActor, SimpleNamespace(time_engine=SimpleNamespace(call_one=call_one)))
     timer, done = DecodeTimer(engine, grid, SamplingSection(max_response_tokens=4)), list[None]()
     for _ in range(4):
-        asyncio.run(timer.round(lambda: done.append(None)))
+        await timer.round(lambda: done.append(None))
     assert len(done) == 4 * timer.num_points
     assert [one.step_s.mean for one in timer.points()] == [0.2] * len(grid)
     assert {one.num_running for one in timer.points()} == {1, 2}
@@ -241,7 +239,9 @@ def test_processor_time_is_that_of_a_process_and_its_children() -> None:
 
 
 @pytest.mark.parametrize("num_places", [1, 5, 40])
-def test_places_are_counted_by_how_long_many_take(num_places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_places_are_counted_by_how_long_many_take(
+    num_places: int, monkeypatch: pytest.MonkeyPatch, virtual_time: VirtualTime
+) -> None:
     """A scorer in which so many responses wait at once, 10 ms each."""
     sampled = plain(*(make_group(*[5] * 8, number=number) for number in range(20)))
 
@@ -249,13 +249,10 @@ def test_places_are_counted_by_how_long_many_take(num_places: int, monkeypatch: 
         async with places:
             await asyncio.sleep(0.01)
 
-    async def count() -> int:
-        return await count_places(cast(GroupScoring, SimpleNamespace(score=score)), sampled, alone_s=0.01)
-
     places = asyncio.Semaphore(num_places)
-    clock = VirtualTime()
-    monkeypatch.setattr(sampled_groups.time, "perf_counter", clock.now_s)
-    assert clock.run(count()) == num_places
+    monkeypatch.setattr(sampled_groups.time, "perf_counter", virtual_time.now_s)
+    scoring = cast(GroupScoring, SimpleNamespace(score=score))
+    assert await count_places(scoring, sampled, alone_s=0.01) == num_places
 
 
 def test_what_a_profile_would_leave_out_is_refused(tmp_path: Path) -> None:
@@ -304,7 +301,7 @@ def test_the_short_run_is_the_run_but_for_what_it_leaves_behind() -> None:
     assert short.model_dump(exclude=changed) == config.model_dump(exclude=changed)
 
 
-def test_engines_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "IDLE_S", 0.0)
     busy_s = iter([1.0, 1.5, 1.5, 1.6, 9.9])
 
@@ -312,13 +309,5 @@ def test_engines_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         now_s = next(busy_s)
         return [SimpleNamespace(busy_s=now_s), SimpleNamespace(busy_s=0.0)]
 
-    asyncio.run(MODULE._until_idle(cast(GeneratorRouter, SimpleNamespace(stats=stats))))
+    await MODULE._until_idle(cast(GeneratorRouter, SimpleNamespace(stats=stats)))
     assert next(busy_s) == 1.6, "idle as soon as nothing was added"
-
-
-def test_it_is_the_mean_over_seeds_of_what_the_later_steps_take() -> None:
-    run, profile = small_run(groups_per_step=8), simple_profile()
-    seeds = range(NUM_SEEDS * run.seed, NUM_SEEDS * (run.seed + 1))
-    of_seeds = [simulate(dataclasses.replace(run, seed=seed), profile).steps for seed in seeds]
-    expected = statistics.fmean(sum(one.step_s for one in steps[3:]) for steps in of_seeds)
-    assert simulated_s(run, profile, num_left_out=3) == pytest.approx(expected)
