@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -363,7 +362,6 @@ async def test_every_sample_of_an_endpoint_is_kept_and_counted(tmp_path: Path) -
         await groups.close()
     summary = summarize(problem_scores(rollouts, 3), num_samples=4)
     assert (summary.accuracy.value, summary.num_unscored) == (0.25, 4) and server.most_at_once <= 3
-    assert summary.pass_at[2].value == pytest.approx((5 / 6 + 0.0) / 2)
     episodes = read_episodes(folder.episodes)
     assert sorted((one["problem"], one["sample"]) for one in episodes) == [
         (problem, sample) for problem in range(3) for sample in range(4)
@@ -374,8 +372,5 @@ async def test_every_sample_of_an_endpoint_is_kept_and_counted(tmp_path: Path) -
     wrong = next(one for one in episodes if one["problem"] == 1)
     (branch,) = wrong["episode_record"]["agents"][0]["branches"]
     assert [one["content"] for one in branch] == ["1", "no"]
-    folder.write_summary("served", {"held_out": summary}, wall_s=1.0, warnings=())
-    written = json.loads((folder.path / "summary.json").read_text())
-    assert written["sets"]["held_out"]["num_unscored"] == 4 and "bootstrap" in written["methods"]["score"]
     shown = summary_table({"held_out": summary})
     assert "held_out" in shown and "pass@4" in shown and "of 2 problems" in shown

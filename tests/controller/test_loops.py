@@ -400,18 +400,16 @@ async def test_groups_that_became_too_old_are_freed() -> None:
     """While they were scored, and while they waited for the trainer."""
     generators = Generators()
     run = make_run(make_config(), generators=generators)
-    rollouts = (make_stored_rollout((0, 0, 4), text="1"),)
-    groups = [Group(group_id=n, draw_id=n, task=make_problem(n), rollouts=rollouts) for n in range(3)]
 
-    async def scored(group_id: int, rewards: object, kept: object, scores: object) -> tuple[Group, ...]:
-        return (groups[group_id],)
+    def make_group(number: int) -> Group:
+        rollouts = (make_stored_rollout((0, 0, 4), text=str(number)),)
+        return Group(group_id=number, draw_id=number, task=make_problem(number), rollouts=rollouts)
 
-    async def committed(trainer_wait_share: float, update: Update) -> Committed:
-        return Committed(cancelled=(), lost=(groups[2],))
-
+    groups = [make_group(number) for number in range(3)]
     for group in groups:
         await run.payloads.reserve(group.group_id)
-    run.buffer.scored, run.buffer.committed = Endpoint(scored), Endpoint(committed)
+    run.buffer.scored = Endpoint(AsyncMock(return_value=(groups[0],)))
+    run.buffer.committed = Endpoint(AsyncMock(return_value=Committed(cancelled=(), lost=(groups[2],))))
     await run.complete(groups[0])
     assert generators.freed == list(groups[0].rollouts)
     await run.lifecycle.free([groups[1]])
@@ -468,11 +466,9 @@ def test_the_times_of_a_step_and_of_what_comes_after_it_are_those_of_their_parts
         await asyncio.sleep(20.0)
         return await checkpoint()
 
-    async def refusal() -> Refusal:
-        return Refusal(path="ledger.jsonl", reason="full")
-
     run.buffer.take, run.buffer.committed = Endpoint(slow_take), Endpoint(told)
-    run.buffer.checkpoint, run.buffer.refusal = Endpoint(waits), Endpoint(refusal)
+    run.buffer.checkpoint = Endpoint(waits)
+    run.buffer.refusal = Endpoint(AsyncMock(return_value=Refusal(path="ledger.jsonl", reason="full")))
     clock = SimpleNamespace(perf_counter=time.now_s)
     monkeypatch.setattr("forgeasync.controller.recorder.time", clock)
     time.run(run.run(Fleet()))

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -166,11 +167,7 @@ async def test_a_version_counts_as_served_once_every_generator_has_it() -> None:
     generators = HeldGenerators(2, 1)
     told: list[int] = []
     async with serving(generators) as (run, trainer):
-
-        async def set_served_version(version: int) -> None:
-            told.append(version)
-
-        run.buffer.set_served_version = Endpoint(set_served_version)
+        run.buffer.set_served_version = Endpoint(AsyncMock(side_effect=told.append))
         await publish(run, trainer)
         served = asyncio.create_task(run.serving.until_served(1))
         await let_others_run()
@@ -246,10 +243,8 @@ class World:
 
 @asynccontextmanager
 async def world_of(source: TeacherSource, num_engines: int = 1) -> AsyncIterator[World]:
-    async def nothing(*told: object) -> None:
-        return None
-
-    buffer = SimpleNamespace(progressed=Endpoint(nothing), set_served_version=Endpoint(nothing))
+    nothing = Endpoint(AsyncMock(return_value=None))
+    buffer = SimpleNamespace(progressed=nothing, set_served_version=nothing)
     async with generators_of(("a", "a")) as generators, generators_of(("a",) * num_engines) as engines:
         teacher = MovingTeacher(name="t", source=source, router=engines.router)
         trainer = VersionedTrainer()

@@ -382,10 +382,13 @@ def test_made_up_scores_depend_on_the_text_alone_and_differ() -> None:
 
 
 SAMPLING = "algorithm.filters=[{kind: dynamic_sampling}]"
-OWN_REWARD = "tests.support.own_rewards.length_reward"
-OWN_ENVIRONMENT = "tests.support.environments.TryAgain"
-A_SET = "source: {kind: huggingface, path: a/b, question_field: q, answer_field: a}, num_problems: 30"
-BATCHES = (
+REWARD, ENVIRONMENT = "tests.support.own_rewards.length_reward", "tests.support.environments.TryAgain"
+OWN_REWARD = f"data.reward={{kind: python, factory: {REWARD}, name: mine}}"
+OWN_ENVIRONMENT = f"environment={{kind: python, factory: {ENVIRONMENT}}}"
+CONSTANT = "algorithm.aggregation={kind: constant_length, length: 64}"
+SOURCE = "{kind: huggingface, path: a/b, question_field: q, answer_field: a}"
+A_SET = f"evaluation.sets=[{{name: s, source: {SOURCE}, num_problems: 30}}]"
+DEPTHS = (
     *("algorithm.groups_per_step=32", "max_off_policy_steps=2", "buffer.max_groups=64"),
     *("buffer.max_in_flight=16", "accounting={policy: windowed_fifo, window_groups: 48}"),
 )
@@ -399,39 +402,17 @@ def overlong(max_length: int, share: float) -> str:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (
-            [f"data.reward={{kind: python, factory: {OWN_REWARD}, name: mine}}", SAMPLING],
-            {"data.reward.factory": OWN_REWARD, "data.reward.name": "mine", "algorithm.filters.0.kind": None},
-        ),
-        (
-            [f"environment={{kind: python, factory: {OWN_ENVIRONMENT}}}", SAMPLING],
-            {"environment.factory": OWN_ENVIRONMENT, "data.reward": None, "algorithm.filters.0.kind": None},
-        ),
+        # Rewards of one's own are neither changed nor added to, and an environment scores by itself.
+        ([OWN_REWARD, SAMPLING], {"data.reward.factory": REWARD, "algorithm.filters.0.kind": None}),
+        ([OWN_ENVIRONMENT, SAMPLING], {"data.reward": None, "algorithm.filters.0.kind": None}),
         # Prompts are the environment's own.
-        (
-            [
-                f"environment={{kind: python, factory: {OWN_ENVIRONMENT}}}",
-                "algorithm.aggregation={kind: constant_length, length: 64}",
-                f"evaluation.sets=[{{name: s, {A_SET}}}]",
-            ],
-            {
-                "model.max_context_length": 1024,
-                "algorithm.aggregation.length": 1024,
-                "evaluation.sets.0.source.kind": GENERATED.kind,
-                "evaluation.sets.0.num_problems": 8,
-                "evaluation.sets.0.reward": None,
-            },
-        ),
+        ([OWN_ENVIRONMENT], {"environment.factory": ENVIRONMENT, "model.max_context_length": 1024}),
+        ([OWN_ENVIRONMENT, CONSTANT], {"algorithm.aggregation.length": 1024}),
+        ([OWN_ENVIRONMENT, A_SET], {"evaluation.sets.0.num_problems": 8, "evaluation.sets.0.reward": None}),
+        ([OWN_ENVIRONMENT, A_SET], {"evaluation.sets.0.source.kind": GENERATED.kind}),
         # Depths and windows hold as many batches.
-        (
-            BATCHES,
-            {
-                "algorithm.groups_per_step": 2,
-                "buffer.max_groups": 4,
-                "buffer.max_in_flight": 1,
-                "accounting.window_groups": 3,
-            },
-        ),
+        (DEPTHS, {"algorithm.groups_per_step": 2, "buffer.max_groups": 4, "buffer.max_in_flight": 1}),
+        (DEPTHS, {"accounting.window_groups": 3}),
         # Penalties for length begin at the same share of responses.
         ([*LONG, overlong(9900, 0.2)], {"algorithm.filters.0.max_length": 38}),
         ([*LONG, overlong(4100, 0.2)], {"algorithm.filters.0.max_length": 16}),
@@ -448,8 +429,7 @@ def test_what_becomes_of_a_config(overrides: Sequence[str], expected: dict[str, 
 
 
 def test_what_was_left_out_is_said() -> None:
-    own = f"data.reward={{kind: python, factory: {OWN_REWARD}}}"
-    left_out = untried(rehearsal_of(own, SAMPLING, "logging.wandb={project: numbers}"))
+    left_out = untried(rehearsal_of(OWN_REWARD, SAMPLING, "logging.wandb={project: numbers}"))
     assert left_out["algorithm.filters"] == "the filter dynamic_sampling"
     assert left_out["logging.wandb"] == "Weights & Biases"
 

@@ -174,23 +174,6 @@ def _ends(num_cores: int, works: list[tuple[float, float]]) -> list[float]:
     return ends
 
 
-@pytest.mark.parametrize(
-    ("num_cores", "works", "ends"),
-    [
-        (2, [(1.0, 1.0), (3.0, 1.0)], [1.0, 3.0]),
-        # At half speed until the first ends at 2 s; the other has 2 s left then.
-        (1, [(1.0, 1.0), (3.0, 1.0)], [2.0, 4.0]),
-        # On a GPU nothing is shared.
-        (1, [(1.0, 0.0), (3.0, 0.0), (1.0, 1.0)], [1.0, 3.0, 1.0]),
-        (2, [(1.0, 4.0)], [2.0]),
-    ],
-)
-def test_processes_that_share_cores_slow_down_alike_while_they_do(
-    num_cores: int, works: list[tuple[float, float]], ends: list[float]
-) -> None:
-    assert _ends(num_cores, works) == pytest.approx(ends)
-
-
 @given(
     num_cores=st.integers(1, 8),
     works=st.lists(st.tuples(st.floats(0.01, 10.0), st.floats(0.1, 4.0)), min_size=1, max_size=6),
@@ -203,17 +186,6 @@ def test_shared_cores_do_all_work_and_no_more(num_cores: int, works: list[tuple[
     of_all_s = sum(work_s * cores for work_s, cores in works) / num_cores
     assert max(longest_s, of_all_s) <= last_s * (1.0 + 1e-6)
     assert last_s <= (longest_s + of_all_s) * (1.0 + 1e-6)
-
-
-def test_what_was_canceled_does_not_happen_and_times_that_tie_keep_their_order() -> None:
-    clock = Clock(1)
-    seen = []
-    for name in "abc":
-        event = clock.wall.after(1.0, lambda name=name: seen.append(name))
-        if name == "b":
-            event.cancel()
-    play(clock)
-    assert seen == ["a", "c"]
 
 
 def test_a_thread_does_one_thing_after_the_other_also_what_takes_no_time() -> None:

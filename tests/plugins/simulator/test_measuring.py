@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,6 @@ from hypothesis import strategies as st
 from forgeasync.config import SamplingSection, load_config
 from forgeasync.controller import StepTimes
 from forgeasync.environments import weighted_order
-from forgeasync.generator import DecodeTiming
 from forgeasync.plugins.simulator import (
     FIRST_EXTRA,
     NUM_STEPS,
@@ -146,23 +146,18 @@ async def test_batches_are_sampled_until_lengths_are_known(
     limit_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampled_groups, "SAMPLING_LIMIT_S", limit_s)
-    rng, num_sampled, freed = random.Random(0), 0, list[Sampled]()
+    rng, freed = random.Random(0), list[Sampled]()
 
     async def sample() -> list[Sampled]:
-        nonlocal num_sampled
-        num_sampled += 1
         return plain(*(make_group(rng.randrange(10, 30), number=number) for number in range(8)))
 
-    async def free(sampled: list[Sampled]) -> None:
-        freed.extend(sampled)
-
-    batches = await sample_until_known(sample, free)
-    assert len(batches) == num_sampled and freed == [one for batch in batches[1:] for one in batch]
+    batches = await sample_until_known(sample, AsyncMock(side_effect=freed.extend))
+    assert freed == [one for batch in batches[1:] for one in batch]
     if not limit_s:
-        assert num_sampled == 1
+        assert len(batches) == 1
         return
     # Standard deviation 5.8 of 20: (1.96 * 5.8 / 1.0) ** 2 = 129 groups.
-    assert 10 < num_sampled < 24
+    assert 10 < len(batches) < 24
     everything = [one for batch in batches for one in batch]
     assert lengths_are_known(everything) and not lengths_are_known(everything[:-8])
 
@@ -188,11 +183,7 @@ def test_two_problems_of_every_source_are_sampled_that_a_batch_leaves_out() -> N
 async def test_of_rounds_of_decode_steps_the_first_one_does_not_count_and_medians_do() -> None:
     grid = decode_grid((1, 2, 3), max_num_seqs=2, max_context_length=64, max_kv_tokens=4096)
     # The same of every point: the round that warms up, then three.
-    took_s = iter([step_s for step_s in (0.9, 0.1, 0.5, 0.2) for _ in grid])
-
-    async def call_one(timing: DecodeTiming, sampling: SamplingSection, seed: int) -> float:
-        return next(took_s)
-
+    call_one = AsyncMock(side_effect=[step_s for step_s in (0.9, 0.1, 0.5, 0.2) for _ in grid])
     engine = cast(GeneratorActor, SimpleNamespace(time_engine=SimpleNamespace(call_one=call_one)))
     timer, done = DecodeTimer(engine, grid, SamplingSection(max_response_tokens=4)), list[None]()
     for _ in range(4):
@@ -303,11 +294,7 @@ def test_the_short_run_is_the_run_but_for_what_it_leaves_behind() -> None:
 
 async def test_engines_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "IDLE_S", 0.0)
-    busy_s = iter([1.0, 1.5, 1.5, 1.6, 9.9])
-
-    async def stats() -> list[SimpleNamespace]:
-        now_s = next(busy_s)
-        return [SimpleNamespace(busy_s=now_s), SimpleNamespace(busy_s=0.0)]
-
+    busy = [[SimpleNamespace(busy_s=one), SimpleNamespace(busy_s=0.0)] for one in (1.0, 1.5, 1.5, 1.6, 9.9)]
+    stats = AsyncMock(side_effect=busy)
     await MODULE._until_idle(cast(GeneratorRouter, SimpleNamespace(stats=stats)))
-    assert next(busy_s) == 1.6, "idle as soon as nothing was added"
+    assert stats.call_count == 3, "idle as soon as nothing was added"
