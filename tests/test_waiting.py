@@ -136,9 +136,7 @@ async def test_a_late_body_is_told_by_call_limit_and_key() -> None:
 
 
 @pytest.mark.parametrize("is_inner_late", [True, False])
-async def test_of_nested_deadlines_the_one_that_passed_speaks(
-    virtual_time: VirtualTime, is_inner_late: bool
-) -> None:
+async def test_of_nested_deadlines_the_passed_speaks(virtual_time: VirtualTime, is_inner_late: bool) -> None:
     with pytest.raises(DeadlineExceeded, match="^the inner" if is_inner_late else "^the outer"):
         async with deadline(60 if is_inner_late else 0.01, call="the outer", key="timeouts.outer_s"):
             async with deadline(0.01 if is_inner_late else 60, call="the inner", key="timeouts.inner_s"):

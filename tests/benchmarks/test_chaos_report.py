@@ -237,9 +237,7 @@ def test_what_a_fault_costs_is_counted_to_the_next_one() -> None:
     first=st.lists(st.integers(0, 300), min_size=1, max_size=30),
     second=st.lists(st.integers(0, 300), min_size=1, max_size=30),
 )
-def test_the_distance_of_lengths_is_the_mean_of_what_quantiles_differ_by(
-    first: list[int], second: list[int]
-) -> None:
+def test_the_distance_of_lengths_is_that_of_their_quantiles(first: list[int], second: list[int]) -> None:
     # Both samples with as many values, each of them as often: the distance does not change.
     pairs = zip(sorted(first * len(second)), sorted(second * len(first)), strict=True)
     expected = statistics.mean(abs(one - other) for one, other in pairs)

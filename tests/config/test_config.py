@@ -226,9 +226,7 @@ def test_later_files_go_over_earlier_ones(config_file: Path, tmp_path: Path) -> 
         ["algorithm.objective.clip_high=0.5", "algorithm.objective.kind=gspo"],
     ],
 )
-def test_another_kind_replaces_the_whole_section(
-    config_file: Path, tmp_path: Path, overrides: list[str]
-) -> None:
+def test_another_kind_replaces_the_section(config_file: Path, tmp_path: Path, overrides: list[str]) -> None:
     """ppo_clip's clip_low means something else to gspo."""
     other = tmp_path / "other.yaml"
     other.write_text("algorithm: {objective: {kind: ppo_clip, clip_low: 0.1, dual_clip: 3}}\n")

@@ -152,8 +152,6 @@ $OWN; agents={a: {}, b: {}}; buffer.age_of=newest_token
     => buffer.age_of = 'newest_token' | with agents: one of them
 $OWN; episodes.endings.infrastructure=zero
     => episodes.endings.infrastructure = 'zero' | must be one of run_again, mask
-$OWN; episodes.endings.infrastructure=score
-    => episodes.endings.infrastructure = 'score' | must be one of run_again, mask
 # Teachers and terms of the loss.
 $TOPK => teachers = {} | algorithm.terms has topk_kl, which needs one
 teachers={a: {model_path: t}} => teachers = ['a'] | no term of algorithm.terms uses them
@@ -317,9 +315,7 @@ def test_accepted_meshes_are_torchtitans(num_procs: int, replicate: int, tensor:
         ("$OWN; weights.interruption=cancel_stale", AgeOf.OLDEST_TOKEN),
     ],
 )
-def test_ages_are_of_tokens_where_episodes_can_be_long(
-    config_file: Path, overrides: str, age_of: AgeOf
-) -> None:
+def test_ages_are_of_tokens_in_long_episodes(config_file: Path, overrides: str, age_of: AgeOf) -> None:
     assert load_config(config_file, typed(overrides)).buffer.age_of is age_of
 
 
@@ -361,9 +357,7 @@ def test_experts_are_dealt_out_whole() -> None:
     ("facts", "tensor_parallel", "reason"),
     [(DENSE, 2, "model_type 'qwen3' has no experts"), (MOE, 1, "generator.tensor_parallel = 1")],
 )
-def test_expert_parallelism_needs_experts_and_ranks(
-    facts: ModelFacts, tensor_parallel: int, reason: str
-) -> None:
+def test_expert_parallelism_needs_experts(facts: ModelFacts, tensor_parallel: int, reason: str) -> None:
     config = tiny(tensor_parallel=tensor_parallel, expert_parallel=True)
     message = only(check_config(config, facts))
     assert "generator.expert_parallel" in message and reason in message

@@ -171,9 +171,7 @@ def test_a_last_checkpoint_that_fails_with_room_ends_the_run(tmp_path: Path) -> 
     assert f"the checkpoint of step {MAX_STEPS} cannot be written" in str(raised.value.exceptions)
 
 
-async def test_a_run_told_to_stop_writes_a_checkpoint_also_after_one_that_was_refused(
-    tmp_path: Path, virtual_time: VirtualTime
-) -> None:
+async def test_a_refused_checkpoint_is_written_on_a_stop(tmp_path: Path, virtual_time: VirtualTime) -> None:
     trainer = RefusedTrainer(num_refused=1)
     run = make_run(make_config(), trainer=trainer)
     run.checkpoints.folder = tmp_path
@@ -435,9 +433,7 @@ def test_what_was_published_takes_its_place(
     assert (last / "config.json").exists() and [path.name for path in last.parent.iterdir()] == ["last"]
 
 
-def test_a_trainer_that_is_late_has_saved_its_weights_all_the_same(
-    tmp_path: Path, staged: StagedWeights
-) -> None:
+def test_what_a_late_trainer_has_saved_counts(tmp_path: Path, staged: StagedWeights) -> None:
     """It goes on after its deadline, and is done before what was published is written."""
 
     async def is_late(folder: Path) -> int:

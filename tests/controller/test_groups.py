@@ -107,9 +107,7 @@ async def test_groups_stay_until_a_checkpoint_has_their_step(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("is_host_gone", [True, False])
-async def test_a_group_whose_arrays_are_gone_is_told_and_others_are_kept(
-    tmp_path: Path, is_host_gone: bool
-) -> None:
+async def test_a_group_without_its_arrays_is_told_others_are_kept(tmp_path: Path, is_host_gone: bool) -> None:
     world = World(tmp_path)
     gone, there = world.group(0), world.group(1)
     first, second = gone.rollouts
@@ -142,9 +140,7 @@ async def test_without_checkpoints_groups_that_were_dropped_or_trained_on_go_at_
         await world.until(lambda: world.on_disk() == [2])
 
 
-async def test_a_disk_without_room_is_told_once_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_disk_without_room_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for the next checkpoint is not touched."""
     world = World(tmp_path)
     free = 10**5

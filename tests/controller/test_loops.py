@@ -13,6 +13,7 @@ import pytest
 
 from apps.grpo import GrpoRun
 from forgeasync.buffer import (
+    AGE_REASONS,
     START,
     Batch,
     BufferSnapshot,
@@ -20,6 +21,7 @@ from forgeasync.buffer import (
     Committed,
     DropReason,
     NothingTrains,
+    StarvationDetector,
     Submission,
     Update,
 )
@@ -201,9 +203,7 @@ def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones() -> 
 @pytest.mark.parametrize(
     ("trainer", "num_steps"), [(Trainer(skipped=(1, 3, 4)), 4), (Trainer(ends_run=2), 2)]
 )
-def test_skipped_steps_in_a_row_or_one_that_is_to_stop_the_run_end_it_and_are_recorded(
-    trainer: Trainer, num_steps: int
-) -> None:
+def test_skipped_steps_that_end_a_run_are_recorded(trainer: Trainer, num_steps: int) -> None:
     recorder = Recorder()
     cause = failure_of("max_steps=5", "trainer.bad_steps.max_in_a_row=2", trainer=trainer, recorder=recorder)
     assert isinstance(cause, BadStepsEndRun)
@@ -345,6 +345,14 @@ def test_groups_given_up_one_after_another_end_the_run_with_the_first_reason(rea
     assert problem == recorder.problems[0] and len(recorder.problems) >= 7
 
 
+def test_losses_to_age_and_to_filters_are_not_given_up_groups() -> None:
+    watch = StarvationDetector(1)
+    for reason in (*AGE_REASONS, DropReason.FILTERED):
+        watch.given_up(reason, "no matter")
+    with pytest.raises(NothingTrains, match="1 groups in a row"):
+        watch.given_up(DropReason.BAD_RECORD, "at once")
+
+
 def test_a_run_that_filters_everything_says_so() -> None:
     """Filtered groups have a limit of their own."""
     filters = "algorithm.filters=[{kind: dynamic_sampling, min_std: 100.0}]"
@@ -443,9 +451,7 @@ class SlowGenerators(Generators):
         return await super().stats()
 
 
-def test_the_times_of_a_step_and_of_what_comes_after_it_are_those_of_their_parts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_times_of_a_step_are_those_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch takes 1 s, and at each checkpoint a disk refuses the ledger for 20 s."""
     time, shares, recorder = VirtualTime(), [], Recorder()
     config = make_config("max_steps=3", "checkpoint.every_steps=2")

@@ -93,9 +93,7 @@ def test_episodes_of_engines_of_ours(config_file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_an_evaluation_without_any_score_fails_and_keeps_what_there_is(
-    config_file: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_without_any_score_fails(config_file: Path, tmp_path: Path) -> None:
     with serving(lambda body: error(400, "no such thing")) as server:
         arguments = (f"--base-url={server.url}", "--endpoint-model=x", f"--out={tmp_path / 'out'}")
         code, _, err = finish(run_evaluation(config_file, *arguments, "model.path=/nowhere"))

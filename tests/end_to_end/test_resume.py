@@ -79,9 +79,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.exhaustive
-def test_a_resumed_run_has_the_same_losses_to_the_last_bit(
-    config_file: Path, whole_run: Path, interrupted: Path
-) -> None:
+def test_a_resumed_run_has_the_same_losses(config_file: Path, whole_run: Path, interrupted: Path) -> None:
     out = finish_well(start(config_file, f"run_dir={interrupted}", "--resume", "latest"))
     assert "removed 1 unfinished checkpoints: step-00000004.tmp" in out
     assert "3 lines of metrics.jsonl after step 2 moved to metrics.cut-1.jsonl" in out
@@ -118,9 +116,7 @@ def test_a_resumed_run_has_the_same_losses_to_the_last_bit(
 
 
 @pytest.mark.exhaustive
-def test_a_run_whose_trainer_loses_a_rank_has_the_same_losses_to_the_last_bit(
-    config_file: Path, whole_run: Path, tmp_path: Path
-) -> None:
+def test_a_lost_trainer_rank_changes_no_loss(config_file: Path, whole_run: Path, tmp_path: Path) -> None:
     """The rank is killed somewhere in step 2 or 3, wherever it is then."""
     run_dir = tmp_path / "run"
     process = start(config_file, f"run_dir={run_dir}")
@@ -145,7 +141,7 @@ def test_a_run_whose_trainer_loses_a_rank_has_the_same_losses_to_the_last_bit(
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-def test_a_run_that_was_killed_after_its_last_step_is_brought_to_its_end(
+def test_a_run_killed_after_its_last_step_ends(
     config_file: Path, whole_run: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -161,9 +157,7 @@ def test_a_run_that_was_killed_after_its_last_step_is_brought_to_its_end(
 
 
 @pytest.mark.exhaustive
-def test_resumed_under_another_layout_and_with_another_learning_rate(
-    config_file: Path, whole_run: Path, interrupted: Path
-) -> None:
+def test_a_run_resumed_under_another_layout(config_file: Path, whole_run: Path, interrupted: Path) -> None:
     process = start(
         config_file,
         f"run_dir={interrupted}",

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from forgeasync.config import ModelFacts, RunConfig, load_config
 from forgeasync.controller import check_plan
-from forgeasync.models import SHIPPED_MODELS, check_config, read_model_facts
+from forgeasync.models import SHIPPED_MODELS, check_config, parse_model_facts, read_model_facts
 from forgeasync.planning import (
     Machine,
     TimeTerm,
@@ -91,6 +91,13 @@ def test_shipped_shapes_are_torchtitans(name: str, flavor: str, num_parameters: 
     assert layer.moe.router.top_k == facts.top_k
     assert layer.moe.num_experts == facts.num_experts
     assert layer.moe.routed_experts.inner_experts.hidden_dim == facts.expert_hidden_size
+
+
+def test_counts_of_a_tiny_model() -> None:
+    sizes = {"num_hidden_layers": 3, "vocab_size": 64}
+    counts = count_parameters(parse_model_facts(HF_CONFIG | sizes, "tiny"))
+    assert counts.vocabulary == 64 * 64 and counts.vocabulary_tensors == 2
+    assert counts.replicated == 3 * (2 * 32 + 2 * 64 + 8 * 64) + 64
 
 
 def test_ranks_share_the_parameters(config: RunConfig, facts: ModelFacts) -> None:

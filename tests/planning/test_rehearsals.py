@@ -571,9 +571,7 @@ def test_a_run_that_went_well(tmp_path: Path) -> None:
         ("evaluation", {"eval/num_unscored": 1}),
     ],
 )
-def test_what_went_wrong_in_the_last_step_has_failed(
-    tmp_path: Path, part: str, change: dict[str, float]
-) -> None:
+def test_what_went_wrong_last_has_failed(tmp_path: Path, part: str, change: dict[str, float]) -> None:
     verdicts = verdicts_of(write_rehearsed(tmp_path / "run", {3: change}))
     assert [name for name, verdict in verdicts.items() if verdict is Verdict.FAILED] == [part]
 
@@ -601,8 +599,6 @@ def test_what_a_run_had_no_use_for_is_not_exercised(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("roles", "verdict"), [(("trainer", "generator"), Verdict.EXERCISED), (("trainer",), Verdict.FAILED)]
 )
-def test_gpus_count_where_processes_have_reserved_memory_of_them(
-    tmp_path: Path, roles: tuple[str, ...], verdict: Verdict
-) -> None:
+def test_gpus_count_where_memory_is_used(tmp_path: Path, roles: tuple[str, ...], verdict: Verdict) -> None:
     memory = {f"memory/{role}_gpu_gib": 1.0 for role in roles}
     assert verdicts_of(write_rehearsed(tmp_path / "run", {1: memory}))["GPUs"] is verdict

@@ -232,9 +232,7 @@ def no_loops(*_: object) -> NoReturn:
         ),
     ],
 )
-def test_a_file_that_cannot_be_written_is_refused_before_measuring(
-    tmp_path: Path, out: str, remedy: str
-) -> None:
+def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path, out: str, remedy: str) -> None:
     config = tiny_config(tmp_path / "model")
     with pytest.raises(ConfigError) as refused:
         profile_config(config, tmp_path / out, no_loops)

@@ -142,9 +142,7 @@ def test_lengths_are_known_once_every_source_has_a_narrow_interval() -> None:
 
 
 @pytest.mark.parametrize("limit_s", [1e9, 0.0])
-async def test_batches_are_sampled_until_lengths_are_known(
-    limit_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_batches_come_until_lengths_are_known(limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampled_groups, "SAMPLING_LIMIT_S", limit_s)
     rng, freed = random.Random(0), list[Sampled]()
 

@@ -113,9 +113,7 @@ def test_a_stated_profile_agrees_with_arithmetic_by_hand() -> None:
         stated_profile(config, facts, mean_response_tokens=40_000)
 
 
-def test_the_app_prints_plans_and_refuses_mistakes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_app_prints_plans_or_refuses_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, profile = CONFIGS / "tiny_moe_cpu.yaml", tmp_path / "profile.json"
     write_profile(simple_profile(token_s=1e-5), profile)
     arguments = ["--plan", "--gpus", "3", "--config", str(config), "algorithm.groups_per_step=2"]
