@@ -18,8 +18,6 @@ from typing import Any
 
 import psutil
 
-from forgeasync.plugins.simulator import processor_name
-
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = REPOSITORY / "configs" / "tiny_moe_cpu.yaml"
 """The embedded default."""
@@ -98,8 +96,10 @@ def _tree_bytes(pid: int) -> int:
 
 def machine_facts() -> dict[str, Any]:
     """Describe the machine of a measurement."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "processor": processor_name(),
+        "processor": names[0] if names else platform.machine(),
         "usable_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": platform.platform(),

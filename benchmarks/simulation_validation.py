@@ -2,15 +2,15 @@
 
     python benchmarks/simulation_validation.py [--config FILE] [--steps N] [--rounds N] [--folder DIR]
 
-Measures a profile of the config (``python -m apps.profile``). Then each case is simulated with
-sixteen seeds and run: synchronous and asynchronous, with one to four generators, with bounds from 0 to 8, and
-with responses of a quarter of their length. The first third of a run and its last steps, which have less to
-sample, are left out, as the simulator does. Prints predicted and measured seconds per step, trained tokens
-per second, idle shares and mean ages, with the median and the worst error, and writes
-DIR/simulation_validation.json.
+Runs each setup, with one to four generators or with responses of a quarter of their length, under several
+age bounds. Reads a profile from each run (``python -m apps.profile --run``), and simulates the run with it,
+with sixteen seeds. The first third of a run and its last steps, which have less to sample, are left out, as
+the simulator does. Prints predicted and measured seconds per step, trained tokens per second, idle shares and
+mean ages, with the median and the worst error. The last column has the seconds per step that the profile of
+the setup's first run predicts: what a change of the bound costs. Writes DIR/simulation_validation.json.
 
-The speed of a shared machine changes within minutes. With several rounds, profile and runs are repeated with
-other seeds, and the table has means over rounds.
+The speed of a shared machine changes within minutes. With several rounds, the runs are repeated with other
+seeds, and the table has means over rounds.
 
 A step lasts from the trainer's request for a batch to its next request, on both sides.
 """
@@ -31,33 +31,24 @@ from forgeasync.config import load_config, resolve
 from forgeasync.files import read_json_lines
 from forgeasync.models import read_model_facts
 from forgeasync.observability import MeasuredWindow
-from forgeasync.plugins.simulator import SimulatedRun, of_config, read_profile, simulate_seeds
+from forgeasync.plugins.simulator import SimulatedRun, of_config, profile_run, simulate_seeds
 
-CASES: dict[str, tuple[str, ...]] = {
-    "synchronous": ("max_off_policy_steps=0",),
-    "bound 1": ("max_off_policy_steps=1",),
-    "bound 4": ("max_off_policy_steps=4",),
-    "bound 8": ("max_off_policy_steps=8",),
-    "2 generators": ("max_off_policy_steps=4", "generator.num_replicas=2"),
-    "2 generators, synchronous": ("max_off_policy_steps=0", "generator.num_replicas=2"),
-    "4 generators": ("max_off_policy_steps=4", "generator.num_replicas=4"),
-    "4 generators, bound 8": ("max_off_policy_steps=8", "generator.num_replicas=4"),
-    "short tail, synchronous": ("max_off_policy_steps=0", "sampling.max_response_tokens=32"),
-    "short tail, bound 1": ("max_off_policy_steps=1", "sampling.max_response_tokens=32"),
-    "short tail, bound 4": ("max_off_policy_steps=4", "sampling.max_response_tokens=32"),
-    "short tail, 2 generators": (
-        "max_off_policy_steps=4",
-        "sampling.max_response_tokens=32",
-        "generator.num_replicas=2",
-    ),
+SHORT = "sampling.max_response_tokens=32"
+SETUPS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+    "1 generator": ((), (4, 1, 8, 0)),
+    "2 generators": (("generator.num_replicas=2",), (4, 0)),
+    "4 generators": (("generator.num_replicas=4",), (4, 8)),
+    "short tail": ((SHORT,), (4, 1, 0)),
+    "short tail, 2 generators": ((SHORT, "generator.num_replicas=2"), (4,)),
 }
+"""Overrides and age bounds of each setup."""
 
 QUIET = (
     "evaluation={mode: pinned, every_steps: 1000000, num_problems: 8}",
     "checkpoint.every_steps=null",
     "trainer.optimizer.learning_rate=1.0e-9",
 )
-"""Without what the simulator does not model; lengths stay as in the profile."""
+"""Without what the simulator does not model; lengths stay the same."""
 
 NUM_SEEDS = 16
 
@@ -91,8 +82,14 @@ COLUMNS = {
 RELATIVE = ("step_s", "trained_tokens_per_s")
 """Figures whose errors are shares of the measured value. Others are differences."""
 
-Pair = tuple[Figures, Figures]
-"""Predicted and measured figures."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Figures of a run, measured, and predicted with its own profile and with that of the first run."""
+
+    measured: Figures
+    own: Figures
+    first: Figures
 
 
 def measured(lines: Sequence[Mapping[str, Any]], run: SimulatedRun) -> Figures:
@@ -116,45 +113,54 @@ def measured(lines: Sequence[Mapping[str, Any]], run: SimulatedRun) -> Figures:
     )
 
 
-def run_round(arguments: argparse.Namespace, number: int, console: Console) -> dict[str, Pair]:
-    """Measure a profile, then simulate and run each case."""
-    folder = arguments.folder / f"round-{number}"
-    folder.mkdir(exist_ok=True)
-    file = folder / "profile.json"
-    run_app("apps.profile", arguments.config, [f"seed={number}", "--out", str(file)])
-    profile, pairs = read_profile(file), {}
-    for name, overrides in CASES.items():
-        run_dir = folder / name.replace(",", "").replace(" ", "-")
-        settings = [*QUIET, f"seed={number}", *overrides, f"max_steps={arguments.steps}"]
-        config = load_config([str(arguments.config)], settings)
-        facts = read_model_facts(config.model.path)
-        run = of_config(resolve(config, facts), facts, profile, num_steps=arguments.steps)
-        expected = Figures.mean_of(simulate_seeds(run, profile, num_seeds=NUM_SEEDS))
-        shutil.rmtree(run_dir, ignore_errors=True)
-        run_app("apps.grpo", arguments.config, [*settings, f"run_dir={run_dir}"])
-        real = measured(read_json_lines(run_dir / "metrics.jsonl"), run)
-        console.print(f"{name}: {expected.step_s:.2f} s a step predicted, {real.step_s:.2f} measured")
-        pairs[name] = expected, real
-    return pairs
+def run_round(arguments: argparse.Namespace, number: int, console: Console) -> dict[str, Case]:
+    """Run and simulate each case."""
+    cases = {}
+    for setup, (overrides, bounds) in SETUPS.items():
+        first = None
+        for bound in bounds:
+            name = f"{setup}, bound {bound}"
+            run_dir = arguments.folder / f"round-{number}" / name.replace(",", "").replace(" ", "-")
+            settings = [*QUIET, *overrides, f"max_off_policy_steps={bound}", f"seed={number}"]
+            settings.append(f"max_steps={arguments.steps}")
+            shutil.rmtree(run_dir, ignore_errors=True)
+            run_app("apps.grpo", arguments.config, [*settings, f"run_dir={run_dir}"])
+            own = profile_run(run_dir).profile
+            first = first or own
+            config = load_config([str(arguments.config)], settings)
+            facts = read_model_facts(config.model.path)
+            run = of_config(resolve(config, facts), facts, own, num_steps=arguments.steps)
+            with_own, with_first = (
+                Figures.mean_of(simulate_seeds(run, profile, num_seeds=NUM_SEEDS)) for profile in (own, first)
+            )
+            real = measured(read_json_lines(run_dir / "metrics.jsonl"), run)
+            case = cases[name] = Case(measured=real, own=with_own, first=with_first)
+            console.print(f"{name}: {case.own.step_s:.2f} s a step predicted, {real.step_s:.2f} measured")
+    return cases
 
 
-def results(rounds: Sequence[Mapping[str, Pair]], *, title: str) -> Table:
+def results(rounds: Sequence[Mapping[str, Case]], *, title: str) -> Table:
     """Return a table with a row for each case, means over rounds of predicted / measured, and one of
     errors."""
     table = Table("case", title=f"{title}: predicted / measured", caption="errors: median, worst")
     for column, _, _ in COLUMNS.values():
         table.add_column(column, justify="right")
-    errors: dict[str, list[float]] = {key: [] for key in COLUMNS}
+    table.add_column("first run's profile", justify="right")
+    errors: dict[str, list[float]] = {key: [] for key in (*COLUMNS, "first")}
     for name in rounds[0]:
-        expected, real = (Figures.mean_of([one[name][side] for one in rounds]) for side in range(2))
+        real, own, first = (
+            Figures.mean_of([getattr(one[name], part) for one in rounds])
+            for part in ("measured", "own", "first")
+        )
         cells = []
         for key, (_, form, _) in COLUMNS.items():
-            value, wanted = getattr(expected, key), getattr(real, key)
+            value, wanted = getattr(own, key), getattr(real, key)
             cells.append(f"{form.format(value)} / {form.format(wanted)}")
             errors[key].append(abs(value - wanted) / (wanted if key in RELATIVE else 1.0))
-        table.add_row(name, *cells)
+        errors["first"].append(abs(first.step_s / real.step_s - 1.0))
+        table.add_row(name, *cells, f"{first.step_s:.2f}")
     table.add_section()
-    forms = [form for _, _, form in COLUMNS.values()]
+    forms = [*(form for _, _, form in COLUMNS.values()), "{:.0%}"]
     table.add_row(
         "error",
         *(
@@ -166,24 +172,20 @@ def results(rounds: Sequence[Mapping[str, Pair]], *, title: str) -> Table:
 
 
 def main() -> None:
-    """Measure, run, print the table, write the JSON."""
+    """Run, simulate, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description="Compares predictions of the simulator with real runs.")
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=RESULTS / "simulation_validation")
     arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    console, rounds = Console(width=110), list[dict[str, Pair]]()
+    console, rounds = Console(width=110), list[dict[str, Case]]()
     for number in range(arguments.rounds):
         rounds.append(run_round(arguments, number, console))
         console.print(results(rounds[-1:], title=f"round {number}"))
     if len(rounds) > 1:
         console.print(results(rounds, title=f"means of {len(rounds)} rounds"))
-    cases = {
-        name: [{"predicted": asdict(one[name][0]), "measured": asdict(one[name][1])} for one in rounds]
-        for name in CASES
-    }
+    cases = {name: [asdict(one[name]) for one in rounds] for name in rounds[0]}
     write_json(arguments.folder / "simulation_validation.json", {"machine": machine_facts(), "cases": cases})
 
 

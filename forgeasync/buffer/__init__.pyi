@@ -23,7 +23,6 @@ from .prompts import Sampled as Sampled
 from .prompts import Scored as Scored
 from .prompts import Start as Start
 from .prompts import Started as Started
-from .prompts import Submission as Submission
 from .prompts import Submitted as Submitted
 from .prompts import Trained as Trained
 from .prompts import Update as Update
@@ -57,6 +56,7 @@ from .ledger_state import Place as Place
 from .prompts import AGE_REASONS as AGE_REASONS
 from .prompts import ATTEMPT_STRIDE as ATTEMPT_STRIDE
 from .prompts import LengthHistory as LengthHistory
+from .prompts import Submission as Submission
 from .prompts import Submissions as Submissions
 from .ready_groups import Deadlines as Deadlines
 from .ready_groups import EarliestDeadlineFirst as EarliestDeadlineFirst

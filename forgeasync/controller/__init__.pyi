@@ -1,4 +1,3 @@
-from .cli import REPORT_COLUMNS as REPORT_COLUMNS
 from .cli import config_parser as config_parser
 from .cli import exit_code as exit_code
 from .cli import run_app as run_app
@@ -16,22 +15,12 @@ from .evaluation import prepare_evaluation as prepare_evaluation
 from .evaluation import problem_scores as problem_scores
 from .evaluation import sample_problems as sample_problems
 from .evaluation import summary_table as summary_table
-from .hosts import open_hosts as open_hosts
-from .preparation import Prepared as Prepared
-from .preparation import prepare as prepare
 from .recorder import Part as Part
-from .recorder import RunRecorder as RunRecorder
 from .recorder import StepRecord as StepRecord
 from .recorder import StepTimes as StepTimes
-from .resume import RunFiles as RunFiles
-from .resume import open_files as open_files
-from .resume import take_over as take_over
 from .run import RunLoops as RunLoops
 from .run import start_run as start_run
 from .starting import Fleet as Fleet
-from .starting import Roles as Roles
-from .starting import open_process_manager as open_process_manager
-from .starting import start_roles as start_roles
 from .starting import start_sampling as start_sampling
 
 # Only tests import these.
@@ -53,21 +42,29 @@ from .hosts import check_hosts as check_hosts
 from .hosts import check_local_gpus as check_local_gpus
 from .hosts import generator_plan as generator_plan
 from .hosts import places_of_rewards as places_of_rewards
+from .preparation import Prepared as Prepared
 from .preparation import ProblemSet as ProblemSet
 from .preparation import check as check
 from .preparation import check_plan as check_plan
+from .preparation import prepare as prepare
 from .preparation import problem_sets as problem_sets
 from .preparation import take_up as take_up
+from .recorder import RunRecorder as RunRecorder
 from .resume import FoundGroups as FoundGroups
 from .resume import Resumed as Resumed
+from .resume import RunFiles as RunFiles
 from .resume import end_own_run as end_own_run
 from .resume import find_checkpoint as find_checkpoint
 from .resume import find_groups as find_groups
 from .resume import has_ended as has_ended
 from .resume import newest_step as newest_step
+from .resume import open_files as open_files
 from .resume import remove_others as remove_others
 from .resume import resume_or_begin_anew as resume_or_begin_anew
+from .resume import take_over as take_over
 from .serving import WeightServing as WeightServing
+from .starting import Roles as Roles
+from .starting import start_roles as start_roles
 from .supervisor import End as End
 from .supervisor import Ending as Ending
 from .supervisor import MAX_STARTS_WITHOUT_STEP as MAX_STARTS_WITHOUT_STEP

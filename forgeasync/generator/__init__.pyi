@@ -1,13 +1,10 @@
 from .engine import GeneratorEngine as GeneratorEngine
-from .engine import time_engine as time_engine
 from .engine_weights import HostMemory as HostMemory
 from .episodes import EngineEpisodes as EngineEpisodes
 from .process_reward_engine import ProcessRewardEngine as ProcessRewardEngine
 from .process_reward_engine import ScoredTags as ScoredTags
-from .reports import DecodeTiming as DecodeTiming
 from .reports import EngineStats as EngineStats
 from .reports import GroupCancelled as GroupCancelled
-from .reports import PrefillTiming as PrefillTiming
 from .reports import SwapReport as SwapReport
 from .token_scores import score_given_ids as score_given_ids
 from .token_scores import score_tokens as score_tokens
@@ -18,7 +15,6 @@ from .workarounds.served_adapters import can_serve as can_serve
 
 # Only tests import these.
 from .engine import GPU_WORKER_EXTENSION as GPU_WORKER_EXTENSION
-from .engine import NothingTimed as NothingTimed
 from .engine_weights import AdapterMerger as AdapterMerger
 from .engine_weights import EngineWeights as EngineWeights
 from .engine_weights import WeightRoute as WeightRoute

@@ -23,15 +23,7 @@ from vllm.v1.engine.core import EngineCore
 
 from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.generator.in_flight_recorder import PART_ARGUMENT, TURN_ARGUMENT, InFlightRecorder
-from forgeasync.generator.reports import (
-    BusyClock,
-    DecodeSteps,
-    DecodeTiming,
-    EngineStats,
-    GroupCancelled,
-    PrefillTiming,
-    SwapReport,
-)
+from forgeasync.generator.reports import BusyClock, EngineStats, GroupCancelled, SwapReport
 from forgeasync.generator.turns import (
     EngineEpisode,
     EngineTurn,
@@ -71,18 +63,6 @@ R = TypeVar("R")
 CPU_WORKER = "forgeasync.generator.workarounds.cpu_worker.UpdatableCPUWorker"
 
 GPU_WORKER_EXTENSION = "forgeasync.generator.gpu_worker.UpdatableGPUWorker"
-
-MOST_TRIES = 5
-"""Maximum number of timing attempts.
-
-If other processes use the cores, sequences may start so far apart that they never all decode in one step.
-"""
-
-NUM_RANDOM = 2
-"""Number of random tokens at the start of each timed prompt.
-
-They keep prompts from sharing a prefix, which the engine would compute only once.
-"""
 
 
 def engine_args(
@@ -475,10 +455,8 @@ class GeneratorEngine:
         return EngineStats(
             num_generated_tokens=self._num_generated_tokens,
             busy_s=self.busy.total_s,
-            steps_s=self._client.step_times.total_s,
             decode_steps=self._client.step_times.counts(),
             num_log_failures=self._recorder.num_failures,
-            kv_block_tokens=self._llm.vllm_config.cache_config.block_size,
         )
 
     async def kv_usage(self) -> float:
@@ -489,74 +467,3 @@ class GeneratorEngine:
 
     def shutdown(self) -> None:
         self._llm.shutdown()
-
-
-class NothingTimed(RuntimeError):
-    """No step of the requested kind ran, for example because the KV cache is too small."""
-
-
-async def time_engine(
-    engine: GeneratorEngine, timing: DecodeTiming | PrefillTiming, sampling: SamplingSection, *, seed: int
-) -> float:
-    """Time the engine with a constant number of sequences of equal length, for a profile of the machine.
-
-    Returns the seconds of one decode step or of one prompt token, without the time between steps. The engine
-    must be idle otherwise. Tokens are sampled as in a run, so the cost of top-k and top-p, of records and of
-    their copies is included. The tokens are discarded.
-
-    Raises:
-        NothingTimed: In no step did all of about ``num_running`` sequences (same bit length) decode a token.
-    """
-    rng = np.random.default_rng(seed)
-
-    def prompts(num_prompts: int) -> list[list[int]]:
-        length, text = timing.num_prompt_tokens, np.array(timing.text)
-        begins = rng.integers(0, len(text), (num_prompts, 1))
-        found = text[(begins + np.arange(length)) % len(text)]
-        num_random = min(NUM_RANDOM, length)
-        found[:, :num_random] = rng.integers(0, engine.vocab_size, (num_prompts, num_random))
-        return found.tolist()
-
-    if isinstance(timing, PrefillTiming):
-        before_s = engine.stats().steps_s
-        await _sample(engine, prompts(timing.num_prompts), sampling, num_tokens=1)
-        num_tokens = timing.num_prompts * timing.num_prompt_tokens
-        return (engine.stats().steps_s - before_s) / num_tokens
-    load = timing.num_running.bit_length()
-    for _ in range(MOST_TRIES):
-        before = engine.stats().decode_steps.get(load, DecodeSteps())
-        await _sample(engine, prompts(timing.num_running), sampling, num_tokens=timing.num_steps)
-        after = engine.stats().decode_steps.get(load, DecodeSteps())
-        num_steps = after.num_steps - before.num_steps
-        if num_steps:
-            return (after.took_s - before.took_s) / num_steps
-    raise NothingTimed(
-        f"of {timing.num_running} sequences with {timing.num_prompt_tokens} prompt tokens no step decoded "
-        f"one token each, {MOST_TRIES} times: generator.kv_cache_gib or generator.max_num_seqs is too small "
-        "for them, or other processes have the cores"
-    )
-
-
-async def _sample(
-    engine: GeneratorEngine, prompts: Sequence[list[int]], sampling: SamplingSection, *, num_tokens: int
-) -> None:
-    """Sample exactly ``num_tokens`` tokens for every prompt."""
-
-    async def one(index: int, prompt: list[int]) -> None:
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k or engine.all_kept,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            max_tokens=num_tokens,
-            ignore_eos=True,
-            logprobs=0,
-            flat_logprobs=True,
-            seed=index,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args=request_arguments(sample=index, episode=engine.new_episode(index).number),
-        )
-        await engine.run_request(prompt, params)
-
-    await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))

@@ -29,10 +29,6 @@ class EngineStats:
     num_generated_tokens: int
     busy_s: float
     """Seconds with at least one request in flight."""
-    steps_s: float = 0.0
-    """Seconds of all steps of the engine core."""
-    handing_over_s: float = 0.0
-    """Processor time of the thread that receives requests and returns responses; 0 where not measured."""
     num_log_failures: int = 0
     """Number of failures of the log of tokens in flight.
 
@@ -42,31 +38,6 @@ class EngineStats:
     """Decode steps by the bit length of the number of sequences."""
     memory: MemoryPeak | None = None
     """Peak memory of the generator's largest process; None if not measured."""
-    kv_block_tokens: int = 1
-    """Number of tokens in a block of the KV cache: a constant, not a counter."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeTiming:
-    """Request to time decode steps at a constant number of sequences."""
-
-    num_running: int
-    num_prompt_tokens: int
-    """Prompt tokens of each sequence; all prompts differ."""
-    num_steps: int
-    text: tuple[int, ...]
-    """Token ids that prompts are cut from, at least one; they determine the experts that prompts use."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillTiming:
-    """Request to time the computation of different prompts, all at once."""
-
-    num_prompts: int
-    num_prompt_tokens: int
-    """Number of tokens of each prompt."""
-    text: tuple[int, ...]
-    """Token ids that prompts are cut from, at least one."""
 
 
 class GroupCancelled(Exception):
@@ -132,14 +103,11 @@ class EngineStepTimes:
         self._before: frozenset[str] = frozenset()
         """Ids of requests that sampled in the previous step."""
         self._counts: dict[int, DecodeSteps] = {}
-        self.total_s = 0.0
-        """Seconds of all steps, including excluded ones."""
 
     def stepped(
         self, outputs: "EngineCoreOutputs | None", running: "Sequence[Request]", step_s: float
     ) -> None:
         """Record a step; ``running`` are the sequences that continue after it."""
-        self.total_s += step_s
         sampled = [] if outputs is None else [one.request_id for one in outputs.outputs if one.new_token_ids]
         before, self._before = self._before, frozenset(sampled)
         if not sampled or not before.issuperset(sampled):

@@ -202,8 +202,8 @@ BUSY = 0.5
 """Busy share below which generators are not the bottleneck by themselves."""
 
 HOW_TO_SIMULATE = (
-    "to see what would speed this run up: python -m apps.profile with the run's --config measures how long "
-    "its parts take, and simulates changes"
+    "to see what would speed this run up: python -m apps.profile --run RUN_DIR --out profile.json reads how "
+    "long its parts took, and simulates changes"
 )
 
 

@@ -11,6 +11,7 @@ from .memory import planned_machine as planned_machine
 from .memory import teacher_facts as teacher_facts
 from .memory import teacher_memory as teacher_memory
 from .memory import trainer_gpu_share as trainer_gpu_share
+from .parameters import KV_BLOCK_TOKENS as KV_BLOCK_TOKENS
 from .parameters import Machine as Machine
 from .parameters import ParameterCounts as ParameterCounts
 from .parameters import count_parameters as count_parameters

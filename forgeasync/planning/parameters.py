@@ -28,6 +28,11 @@ class Machine(StrEnum):
     CPU = "CPU"
 
 
+KV_BLOCK_TOKENS = {Machine.GPU: 16, Machine.CPU: 128}
+"""Tokens of a block of the KV cache: vLLM's default on GPUs (``CacheConfig.DEFAULT_BLOCK_SIZE`` of 0.32), and
+that of its CPU build."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryItem:
     """One entry of a memory plan; ``how`` explains the number in a few words."""

@@ -40,6 +40,7 @@ from forgeasync.config import (
     shares_gpus,
 )
 from forgeasync.models import kv_bytes_per_token, largest_group_payload_bytes
+from forgeasync.planning.parameters import KV_BLOCK_TOKENS, Machine
 from forgeasync.planning.tiny_model import small_facts
 from forgeasync.schema import ConfigError, Problem
 
@@ -188,9 +189,6 @@ EPISODE_TOKENS = 1024
 MAX_SEQUENCES_PER_ROW = 4
 
 NUM_SEQS, BATCHED_TOKENS = 32, 512
-
-KV_BLOCK_TOKENS = 128
-"""Tokens of a KV cache block of vLLM's CPU build; a sequence occupies whole blocks."""
 
 SMALLEST_KV_CACHE_GIB = 0.02
 
@@ -524,7 +522,9 @@ def _scale_memory(draft: Draft, config: RunConfig, facts: ModelFacts, small: Mod
     draft.set("generator.max_num_seqs", sequences, "as many as the batch needs")
     batched = min(now.generator.max_num_batched_tokens, BATCHED_TOKENS)
     draft.set("generator.max_num_batched_tokens", batched, "prompts are short")
-    tokens = math.ceil(now.model.max_context_length / KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+    # A sequence occupies whole blocks.
+    block = KV_BLOCK_TOKENS[Machine.CPU]
+    tokens = math.ceil(now.model.max_context_length / block) * block
     cache = 2 * sequences * tokens * kv_bytes_per_token(now, small) / GIB
     draft.set("generator.kv_cache_gib", max(cache, SMALLEST_KV_CACHE_GIB), "twice what max_num_seqs need")
     of_run = config.algorithm.groups_per_step * largest_group_payload_bytes(config, facts)

@@ -6,10 +6,8 @@ from .environment import agent_roles as agent_roles
 from .environment_pool import EnvironmentPool as EnvironmentPool
 from .environment_pool import start_environment as start_environment
 from .generator import CancelledGroup as CancelledGroup
-from .generator import GeneratorActor as GeneratorActor
 from .generator import RefusedGroup as RefusedGroup
 from .generator_pool import GeneratorPool as GeneratorPool
-from .generator_pool import LiveReplica as LiveReplica
 from .group_sampling import EndpointResponses as EndpointResponses
 from .group_sampling import GroupEpisodes as GroupEpisodes
 from .group_sampling import GroupSampler as GroupSampler
@@ -72,11 +70,13 @@ from .environment_pool import MAX_FAILED_STARTS as MAX_FAILED_STARTS
 from .environment_pool import MAX_STUCK as MAX_STUCK
 from .environment_pool import WorkerTable as WorkerTable
 from .generator import EndedEpisode as EndedEpisode
+from .generator import GeneratorActor as GeneratorActor
 from .generator import GeneratorSetup as GeneratorSetup
 from .generator import SampledResponse as SampledResponse
 from .generator import SampledRollout as SampledRollout
 from .generator import sampled_response as sampled_response
 from .generator import store_group as store_group
+from .generator_pool import LiveReplica as LiveReplica
 from .host_checks import Gpu as Gpu
 from .host_checks import GpuFacts as GpuFacts
 from .host_checks import HostLimits as HostLimits

@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import os
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from monarch.rdma import RDMABuffer
 from forgeasync.buffer import DropReason
 from forgeasync.config import GeneratorSection, LoraSection, ModelFacts, SamplingSection, WeightsSection
 from forgeasync.environments import Response, response_of
-from forgeasync.generator import DecodeTiming, EngineStats, GroupCancelled, PrefillTiming, SwapReport
+from forgeasync.generator import EngineStats, GroupCancelled, SwapReport
 from forgeasync.models import expected_shapes
 from forgeasync.observability import State, open_trace, redirect_process_output, span, started
 from forgeasync.processes import MemoryMonitor
@@ -490,15 +489,6 @@ class GeneratorActor(Actor):
         return await self._receiver.finish()
 
     @concurrent_endpoint
-    async def time_engine(
-        self, timing: DecodeTiming | PrefillTiming, sampling: SamplingSection, seed: int
-    ) -> float:
-        """See ``forgeasync.generator.token_scores``."""
-        from forgeasync.generator import time_engine
-
-        return await time_engine(self._engine, timing, sampling, seed=seed)
-
-    @concurrent_endpoint
     async def parameters(self) -> list[dict[str, torch.Tensor]]:
         """Return copies of every worker's parameters, to compare with the trainer's (CPU engines only)."""
         return await self._engine.parameters()
@@ -510,13 +500,8 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def stats(self) -> EngineStats:
-        """Return the engine's counts since its start, and the memory and CPU time of its processes."""
-        return dataclasses.replace(
-            self._engine.stats(),
-            memory=self._memory.peak(),
-            # CPU time of the event loop's thread, on which this runs and which hands rollouts over.
-            handing_over_s=time.thread_time(),
-        )
+        """Return the engine's counts since its start, and the memory of its processes."""
+        return dataclasses.replace(self._engine.stats(), memory=self._memory.peak())
 
     @concurrent_endpoint
     async def shutdown(self) -> None:

@@ -4,29 +4,15 @@ from typing import Any
 
 from forgeasync.config import AccountingSection, BufferSection, ScorerSection, WeightsSection
 from forgeasync.plugins.simulator import (
-    Cores,
     DecodePoint,
     Distribution,
     Estimate,
-    Hardware,
     Lengths,
     Origin,
     Profile,
-    Setup,
     SimulatedRun,
     TrainPoint,
     WeightTimes,
-)
-
-NO_SETUP = Setup(
-    model="none",
-    num_trainer_procs=1,
-    num_data_ranks=1,
-    trainer_dtype="float32",
-    num_replicas=1,
-    kv_block_tokens=1,
-    tensor_parallel=1,
-    generator_dtype="float32",
 )
 
 
@@ -40,25 +26,19 @@ def simple_profile(
     prompt_share: float = 0.0,
     score_s: float = 0.0,
     score_places: int = 1,
-    controller_s: float = 0.0,
-    loops_s: float = 0.0,
-    response_s: float = 0.0,
     swap_s: float = 0.0,
     fetch_s: float = 0.0,
     publish_s: float = 0.0,
     between_s: float = 0.0,
-    num_cores: int = 64,
-    cores: Cores | None = None,
     filtered_share: float = 0.0,
-    setup: Setup | None = None,
 ) -> Profile:
     """A machine whose steps take ``decode_s`` and whose trainer takes ``token_s`` a token of a rank."""
     return Profile(
         origin=Origin.STATED,
         sources=("a test",),
-        hardware=Hardware(host="test", num_cores=num_cores, cpu="none", packages={}),
-        setup=setup or NO_SETUP,
-        cores=cores or Cores(trainer=0.0, generator=0.0, scorer=0.0),
+        hardware="none",
+        model="none",
+        kv_block_tokens=1,
         decode=tuple(
             DecodePoint(
                 num_running=num,
@@ -73,7 +53,6 @@ def simple_profile(
             for num in (1_000, 2_000)
         ),
         between_steps_s=Distribution.point(between_s),
-        call_s=Distribution.point(0.0),
         weights=WeightTimes(
             wait_s=Distribution.point(0.0),
             publish_s=Distribution.point(publish_s),
@@ -82,9 +61,6 @@ def simple_profile(
         ),
         score_s=Distribution.point(score_s),
         score_places=score_places,
-        controller_s=Estimate.stated(controller_s),
-        loops_s=Estimate.stated(loops_s),
-        response_s=Estimate.stated(response_s),
         lengths={
             "chain_sum": Lengths(
                 prompt=Distribution.point(10.0),

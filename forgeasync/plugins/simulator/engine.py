@@ -8,12 +8,8 @@ is linear there.
 
 Prompt computation and weight swaps stop the counter. A sequence has its first token when its prompt is
 computed.
-
-An engine decodes in one thread; another thread delivers responses one by one. Because of Python's global
-interpreter lock, decoding stalls for a part of the time of each delivery.
 """
 
-import functools
 import heapq
 import itertools
 import math
@@ -21,20 +17,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from forgeasync.plugins.simulator.clock import Clock, Event, Thread
+from forgeasync.plugins.simulator.clock import Clock, Event
 from forgeasync.plugins.simulator.groups import Counts, Sequence
 from forgeasync.plugins.simulator.profile import DecodeTable, Profile
 
 _EPSILON = 1e-6
 """Tolerance for rounding of the step counter, which is a sum of floats; far less than one step."""
-
-STALL_SHARE = 0.45
-"""Share of the time for delivering responses in which decoding stalls.
-
-Measured as the time in which the decoding thread was in a step but neither computed nor waited for a core,
-divided by the computing time of the other threads: 0.42, 0.45 and 0.49 in three runs of
-``configs/tiny_moe_cpu.yaml``.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +33,8 @@ class EngineCost:
     prefill_s_per_token: float
     kv_block_tokens: int
     """Tokens in a block of the KV cache."""
-    response_s: float
-    """Seconds of work of the delivering thread for each finished turn."""
-    response_stall_s: float
-    """Part of ``response_s`` in which decoding of the other sequences stalls."""
     max_num_seqs: int
     max_kv_tokens: int
-    cores: float
     shares_prefixes: bool
     """Whether new requests may use keys and values of older versions."""
 
@@ -63,21 +46,18 @@ def engine_cost(
     return EngineCost(
         decode=DecodeTable(profile.decode),
         prefill_s_per_token=1.0 / profile.prefill_tokens_per_s.mean,
-        kv_block_tokens=profile.setup.kv_block_tokens,
-        response_s=profile.response_s.mean,
-        response_stall_s=STALL_SHARE * profile.response_s.mean,
+        kv_block_tokens=profile.kv_block_tokens,
         max_num_seqs=max_num_seqs,
         max_kv_tokens=max_kv_tokens,
-        cores=profile.cores.generator,
         shares_prefixes=shares_prefixes,
     )
 
 
 class Engine:
-    """The sequences of one generator. ``on_turn`` is called with each sequence whose turn was delivered."""
+    """The sequences of one generator. ``on_end`` is called with each sequence that has ended."""
 
     def __init__(
-        self, number: int, cost: EngineCost, clock: Clock, on_turn: Callable[[Sequence], None], version: int
+        self, number: int, cost: EngineCost, clock: Clock, on_end: Callable[[Sequence], None], version: int
     ) -> None:
         self.number = number
         self.version = version
@@ -89,19 +69,15 @@ class Engine:
         """Number of preemptions because the KV cache was full."""
         self._cost = cost
         self._clock = clock
-        self._line = clock.timeline(cost.cores)
-        self._on_turn = on_turn
-        self._handing_over = Thread(clock)
-        self._ended: dict[Sequence, None] = {}
-        """Ended sequences that wait for delivery, in order."""
+        self._on_end = on_end
         self._running: list[tuple[float, int, Sequence]] = []
         self._waiting: deque[Sequence] = deque()
         self._numbers = itertools.count()
         self._steps = 0.0
         self._num_sequence_steps = 0.0
         self._num_prompt_tokens = 0
-        self._at = self._line.now
-        """Time, on the engine's timeline, up to which ``_steps`` is computed."""
+        self._at = clock.now_s
+        """Time up to which ``_steps`` is computed."""
         self._stalled_until = 0.0
         self._step_s = 1.0
         """Seconds of a step at the current counter."""
@@ -111,14 +87,13 @@ class Engine:
         """Sum over running sequences of the context at their begin minus the counter at their begin."""
         self._num_pauses = 0
         self._event: Event | None = None
-        self._is_computing = False
         self._busy_since_s: float | None = None
         self._when_empty: Callable[[], None] | None = None
 
     def counts(self) -> Counts:
         """Return the work so far. Exact if only prompts stall the engine and prompts take time."""
         self._advance()
-        left_s = max(0.0, self._stalled_until - self._line.now)
+        left_s = max(0.0, self._stalled_until - self._clock.now_s)
         num_left = left_s / self._cost.prefill_s_per_token if left_s else 0.0
         return self._num_prompt_tokens - num_left, self._num_sequence_steps, self._steps
 
@@ -186,8 +161,6 @@ class Engine:
         self._running = [entry for entry in self._running if entry[2] not in going]
         heapq.heapify(self._running)
         self._waiting = deque(one for one in self._waiting if one not in going)
-        for sequence in going:
-            self._ended.pop(sequence, None)
         self._go_on()
 
     # ---- inside
@@ -202,7 +175,7 @@ class Engine:
     def _advance(self) -> None:
         """Advance the step counter to the current time."""
         begin = max(self._at, self._stalled_until)
-        now = self._line.now
+        now = self._clock.now_s
         if now > begin and self._running and not self._num_pauses:
             elapsed_s, first_s = now - begin, self._step_s
             if self._growth_s:
@@ -217,7 +190,7 @@ class Engine:
         self._at = now
 
     def _stall(self, stall_s: float) -> None:
-        self._stalled_until = max(self._line.now, self._stalled_until) + stall_s
+        self._stalled_until = max(self._clock.now_s, self._stalled_until) + stall_s
 
     def _go_on(self) -> None:
         """Remove ended sequences, start waiting ones, and schedule the next event."""
@@ -228,23 +201,13 @@ class Engine:
             sequence.counts = self._num_prompt_tokens, self._num_sequence_steps, self._steps
             ended.append((number, sequence))
         self._refill()
-        stall_s = self._cost.response_stall_s if self._running else 0.0
-        self._stall(len(ended) * stall_s)
         self._plan()
         # Sequences that end with the same step are delivered in the order in which they began.
         for _, sequence in sorted(ended, key=lambda one: one[0]):
-            self._ended[sequence] = None
-            work_s = self._cost.response_s - stall_s
-            self._handing_over.do(work_s, functools.partial(self._hand_over, sequence))
+            self._on_end(sequence)
         if self._when_empty is not None and not self._running:
             then, self._when_empty = self._when_empty, None
             then()
-
-    def _hand_over(self, sequence: Sequence) -> None:
-        # False if the sequence was removed meanwhile.
-        if sequence in self._ended:
-            del self._ended[sequence]
-            self._on_turn(sequence)
 
     def _settle(self, sequence: Sequence) -> int:
         """Assign new tokens to the current version; return the tokens since the sequence began to run."""
@@ -308,8 +271,8 @@ class Engine:
         if num_steps > 1.0 and self._cost.decode.depends_on_context:
             self._step_s = self._cost.decode.step_s(num, context)
             self._growth_s = (middle_s - self._step_s) / (num_steps / 2)
-        stalled_s = max(0.0, self._stalled_until - self._line.now)
-        self._event = self._line.after(stalled_s + num_steps * middle_s, act)
+        stalled_s = max(0.0, self._stalled_until - self._clock.now_s)
+        self._event = self._clock.after(stalled_s + num_steps * middle_s, act)
 
     def _tick(self) -> None:
         self._advance()
@@ -337,8 +300,3 @@ class Engine:
         elif not is_busy and self._busy_since_s is not None:
             self._busy_s += self._clock.now_s - self._busy_since_s
             self._busy_since_s = None
-        is_computing = bool(self._running) and not self._num_pauses
-        if is_computing != self._is_computing:
-            self._is_computing = is_computing
-            change = self._clock.begin if is_computing else self._clock.end
-            change(self._cost.cores)

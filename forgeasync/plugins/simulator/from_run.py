@@ -1,8 +1,8 @@
 """Derives a profile from the files of an ordinary run: its metrics, its ledger and the traces of its
 processes.
 
-All times are those of the run, including the slowdown of processes that shared cores; therefore
-``Profile.cores`` is 0 throughout. This can profile a run on many hosts, and starts nothing.
+All times are those of the run, including what processes on shared cores cost each other. The run may use
+many hosts. Nothing is started.
 
 The duration of a decode step is not recorded, but fitted. The traces contain when each group was sampled and
 the lengths of its responses. Replaying a generator's groups gives the steps, sequences and prompt tokens
@@ -11,7 +11,6 @@ between the begin and the end of each.
 
 import functools
 import itertools
-import os
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,21 +43,19 @@ from forgeasync.observability import (
     Span,
     num_steps_ahead,
 )
+from forgeasync.planning import KV_BLOCK_TOKENS, planned_machine
 from forgeasync.plugins.simulator.clock import Clock
 from forgeasync.plugins.simulator.engine import Engine, EngineCost
 from forgeasync.plugins.simulator.groups import Counts, DrawnRollout, SimulatedGroup
 from forgeasync.plugins.simulator.groups import Sequence as OneRollout
 from forgeasync.plugins.simulator.profile import (
-    Cores,
     DecodePoint,
     DecodeTable,
     Distribution,
     Estimate,
-    Hardware,
     Lengths,
     Origin,
     Profile,
-    Setup,
     TrainPoint,
     WeightTimes,
     fit_lengths,
@@ -67,7 +64,6 @@ from forgeasync.plugins.simulator.profile import (
 )
 from forgeasync.plugins.simulator.run import simulate_seeds, step_sizes
 from forgeasync.plugins.simulator.shape import SimulatedRun, of_config
-from forgeasync.plugins.simulator.stated_profile import KV_BLOCK_TOKENS
 from forgeasync.rollouts import Task
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
@@ -197,8 +193,11 @@ def _profile(
     since_s: float,
 ) -> Profile:
     since = {number: group for number, group in groups.items() if group.begin_s >= since_s} or groups
+    kv_block_tokens = KV_BLOCK_TOKENS[planned_machine(config)]
     decode, prefill = _fit_decode(
-        _by_generator(lanes, since.values()), max_num_seqs=config.generator.max_num_seqs
+        _by_generator(lanes, since.values()),
+        max_num_seqs=config.generator.max_num_seqs,
+        kv_block_tokens=kv_block_tokens,
     )
     scores = _spans(lanes, "scorer", "score")
     scores = [one for one in scores if one.begin_s >= since_s] or scores
@@ -213,20 +212,13 @@ def _profile(
     return Profile(
         origin=Origin.MEASURED,
         measured_at=datetime.fromtimestamp(since_s, UTC).isoformat(timespec="seconds"),
-        hardware=Hardware(
-            host=controller.opened.host if controller.opened is not None else "",
-            # No effect, because no process uses cores.
-            num_cores=os.cpu_count() or 1,
-            cpu="not recorded",
-            packages={},
-        ),
-        setup=Setup.of(config, kv_block_tokens=KV_BLOCK_TOKENS),
-        cores=Cores(trainer=0.0, generator=0.0, scorer=0.0),
+        hardware=", ".join(sorted({lane.opened.host for lane in lanes if lane.opened is not None})),
+        model=config.model.path,
+        kv_block_tokens=kv_block_tokens,
         decode=decode,
         prefill_tokens_per_s=prefill,
         train=_train(config, groups, prompts, counted),
         between_steps_s=_between(lines, counted),
-        call_s=Distribution.point(0.0),
         weights=WeightTimes(
             wait_s=Distribution.of(waits),
             publish_s=Distribution.of(publishes or [0.0]),
@@ -235,9 +227,6 @@ def _profile(
         ),
         score_s=Distribution.of([one.took_s for one in scores] or [0.0]),
         score_places=max(config.scorer.num_workers, _overlap(scores) // config.scorer.num_replicas),
-        controller_s=Estimate.stated(0.0),
-        loops_s=Estimate.stated(0.0),
-        response_s=Estimate.stated(0.0),
         lengths=_lengths(groups, prompts),
         filtered_share=prompts.filtered_share,
         start_s=Estimate.of([max(0.0, controller.spans[0].begin_s - controller.begin_s)]),
@@ -451,7 +440,10 @@ def _between(lines: Sequence[Mapping[str, float]], counted: Sequence[Mapping[str
 
 
 def _fit_decode(
-    generators: Sequence[tuple[Sequence[SampledGroup], Sequence[Span]]], *, max_num_seqs: int
+    generators: Sequence[tuple[Sequence[SampledGroup], Sequence[Span]]],
+    *,
+    max_num_seqs: int,
+    kv_block_tokens: int,
 ) -> tuple[tuple[DecodePoint, ...], Estimate]:
     """Return decode steps and prompt tokens per second, fitted to the times of groups on their generators.
 
@@ -474,12 +466,9 @@ def _fit_decode(
         cost = EngineCost(
             decode=DecodeTable(_decode_points(step_s, sequence_s, max_num_seqs)),
             prefill_s_per_token=max(1.0 / FAST_PREFILL, prompt_s),
-            kv_block_tokens=1,
-            response_s=0.0,
-            response_stall_s=0.0,
+            kv_block_tokens=kv_block_tokens,
             max_num_seqs=max_num_seqs,
             max_kv_tokens=UNBOUNDED,
-            cores=0.0,
             shares_prefixes=True,
         )
         terms = np.concatenate([_replay(groups, pauses, cost) for groups, pauses in generators])
@@ -509,7 +498,7 @@ def _paused_s(group: SampledGroup, pauses: Sequence[Span]) -> float:
 
 def _replay(groups: Sequence[SampledGroup], pauses: Sequence[Span], cost: EngineCost) -> np.ndarray:
     """Return an engine's work (``Counts``) during each group, if groups begin at the recorded times."""
-    clock = Clock(num_cores=1)
+    clock = Clock()
     zero_s = min([*(one.begin_s for one in groups), *(one.begin_s for one in pauses)])
     passed = np.zeros((len(groups), 3))
     begun: dict[int, Counts] = {}
@@ -518,12 +507,7 @@ def _replay(groups: Sequence[SampledGroup], pauses: Sequence[Span], cost: Engine
         group = groups[index]
         begun[index] = engine.counts()
         rollouts = [
-            DrawnRollout(
-                num_prompt_tokens=group.num_prompt_tokens,
-                turns=(max(1, length),),
-                latencies_s=(),
-                score_s=0.0,
-            )
+            DrawnRollout(num_prompt_tokens=group.num_prompt_tokens, num_tokens=max(1, length), score_s=0.0)
             for length in group.lengths
         ]
         start = Start(group_id=index, draw_id=index, task=_NO_TASK)
@@ -536,10 +520,10 @@ def _replay(groups: Sequence[SampledGroup], pauses: Sequence[Span], cost: Engine
 
     engine = Engine(0, cost, clock, ended, version=0)
     for index, group in enumerate(groups):
-        clock.wall.after(group.begin_s - zero_s, functools.partial(add, index))
+        clock.after(group.begin_s - zero_s, functools.partial(add, index))
     for pause in pauses:
-        clock.wall.after(pause.begin_s - zero_s, engine.pause)
-        clock.wall.after(pause.begin_s + pause.took_s - zero_s, engine.resume)
+        clock.after(pause.begin_s - zero_s, engine.pause)
+        clock.after(pause.begin_s + pause.took_s - zero_s, engine.resume)
     while clock.step():
         pass
     return passed

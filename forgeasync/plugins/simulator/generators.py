@@ -28,15 +28,11 @@ class Generators:
         run: SimulatedRun,
         profile: Profile,
         clock: Clock,
-        draws: SimulatedDraws,
         *,
         on_response: Callable[[SimulatedGroup, int], None],
     ) -> None:
         """``on_response`` is called when a response has ended, with its group and its index in the group."""
         self._run = run
-        self._clock = clock
-        self._draws = draws
-        self._call_s = profile.call_s
         self._on_response = on_response
         self.cost = engine_cost(
             profile,
@@ -52,7 +48,7 @@ class Generators:
         per_host = run.num_replicas // run.num_generator_hosts
         for rank in range(run.num_replicas):
             number = self.table.start(rank, str(rank // per_host))
-            self.engines[number] = Engine(number, self.cost, clock, self._turn_ended, version=0)
+            self.engines[number] = Engine(number, self.cost, clock, self._ended, version=0)
             self._groups[number] = {}
             self.table.ready(number)
 
@@ -83,8 +79,7 @@ class Generators:
                 continue
             group.engine = number
             self._groups[number][group.group_id] = group
-            delay_s = self._draws.time_s(self._call_s)
-            self._clock.wall.after(delay_s, functools.partial(self._begin, group, number))
+            self.engines[number].add(group.sequences)
 
     def cancel(self, group: SimulatedGroup) -> None:
         """Cancel a group that is being sampled."""
@@ -108,29 +103,7 @@ class Generators:
 
     # ---- inside
 
-    def _begin(self, group: SimulatedGroup, number: int) -> None:
-        if not group.is_ended:
-            self.engines[number].add(group.sequences)
-
-    def _turn_ended(self, sequence: Sequence) -> None:
-        turn, latencies_s = sequence.turn, sequence.rollout.latencies_s
-        sequence.turn += 1
-        if latencies_s:
-            self._clock.wall.after(latencies_s[turn], lambda: self._came_back(sequence))
-        else:
-            self._finish(sequence)
-
-    def _came_back(self, sequence: Sequence) -> None:
-        group = sequence.group
-        if group.is_ended:
-            return
-        if sequence.turn == len(sequence.rollout.turns):
-            self._finish(sequence)
-            return
-        assert group.engine is not None, "a group keeps its generator until all of its sequences have ended"
-        self.engines[group.engine].add([sequence])
-
-    def _finish(self, sequence: Sequence) -> None:
+    def _ended(self, sequence: Sequence) -> None:
         group = sequence.group
         group.num_finished += 1
         if group.num_finished == self._run.group_size and group.engine is not None:
@@ -148,9 +121,8 @@ class Generators:
 class Serving:
     """Publishes versions and lets the generators load them.
 
-    One thread of the trainer stages, and one of each generator fetches. Each keeps one core busy, unless its
-    process computes on a GPU by the profile's ``cores``. At a swap, ``on_progress`` is called with each group
-    that crosses it, and then ``on_served`` with the version that all generators have.
+    At a swap, ``on_progress`` is called with each group that crosses it, and then ``on_served`` with the
+    version that all generators have.
     """
 
     def __init__(
@@ -169,8 +141,6 @@ class Serving:
         self._generators = generators
         self._clock = clock
         self._draws = draws
-        self._staging_cores = min(1.0, profile.cores.trainer)
-        self._fetching_cores = min(1.0, profile.cores.generator)
         self._on_progress = on_progress
         self._on_served = on_served
         self.ledger = WeightLedger(lease_timeout_s=run.weights.lease_timeout_s)
@@ -204,10 +174,10 @@ class Serving:
         def wait_ended() -> None:
             # Scheduled before ``begun``, which may publish again.
             publish_s = self._draws.time_s(self._times.publish_s)
-            self._clock.compute(publish_s, self._staging_cores, lambda: self._staged(version, slot))
+            self._clock.after(publish_s, lambda: self._staged(version, slot))
             begun()
 
-        self._clock.compute(self._draws.time_s(self._times.wait_s), self._staging_cores, wait_ended)
+        self._clock.after(self._draws.time_s(self._times.wait_s), wait_ended)
 
     def _staged(self, version: int, slot: int) -> None:
         manifest = Manifest(
@@ -246,8 +216,7 @@ class Serving:
                 self._generators.engines[number].pause()
         self._is_busy[host] = True
         fetch_s = self._draws.time_s(self._times.fetch_s)
-        cores = len(numbers) * self._fetching_cores
-        self._clock.compute(fetch_s, cores, lambda: self._fetched(host, numbers, version))
+        self._clock.after(fetch_s, lambda: self._fetched(host, numbers, version))
 
     def _fetched(self, host: int, numbers: tuple[int, ...], version: int) -> None:
         self.ledger.release(host)
@@ -269,7 +238,7 @@ class Serving:
             or self._section.interruption is Interruption.ABORT_AND_RESUME
         )
         progress = self._generators.swap(number, version, stall_s, recompute=recompute)
-        self._clock.wall.after(stall_s, lambda: self._swapped(host, number, progress))
+        self._clock.after(stall_s, lambda: self._swapped(host, number, progress))
 
     def _swapped(self, host: int, number: int, progress: list[GroupProgress]) -> None:
         # Progress comes first: it makes running groups younger than their start suggests.

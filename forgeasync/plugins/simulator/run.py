@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from forgeasync.buffer import Batch, DropReason, ReplayBuffer, Start
 from forgeasync.config import Interruption, ScorerSection
-from forgeasync.plugins.simulator.clock import Clock, Thread
+from forgeasync.plugins.simulator.clock import Clock
 from forgeasync.plugins.simulator.generators import Generators, Serving
 from forgeasync.plugins.simulator.groups import SimulatedDraws, SimulatedGroup
 from forgeasync.plugins.simulator.profile import Profile, TrainTable
@@ -50,7 +50,7 @@ class RunSimulation:
     def __init__(self, run: SimulatedRun, profile: Profile) -> None:
         self._run = run
         self._profile = profile
-        self.clock = Clock(profile.hardware.num_cores * run.num_generator_hosts)
+        self.clock = Clock()
         self._draws = SimulatedDraws(run, profile)
         self.buffer = ReplayBuffer(
             groups_per_step=run.groups_per_step,
@@ -61,16 +61,8 @@ class RunSimulation:
             accounting=run.accounting,
         )
         self._payloads = _payload_budget(run)
-        self.generators = Generators(run, profile, self.clock, self._draws, on_response=self._response_ended)
-        self._controller, self._loops = Thread(self.clock), Thread(self.clock)
-        """The controller, and the work of controller and buffer for which no response waits."""
-        self._scorers = Scorers(
-            run.scorer,
-            profile.cores.scorer,
-            self.clock,
-            self._scored,
-            num_places=profile.score_places,
-        )
+        self.generators = Generators(run, profile, self.clock, on_response=self._response_ended)
+        self._scorers = Scorers(run.scorer, self.clock, self._scored, num_places=profile.score_places)
         self._serving = Serving(
             run,
             profile,
@@ -88,7 +80,6 @@ class RunSimulation:
         """Trained groups whose arrays the trainer may have to read again."""
         self._is_going_on = False
         self._step_times = TrainTable(profile.train)
-        self._time_share, self._trainer_cores = _trainer_cost(profile, num_data_ranks=run.num_data_ranks)
         self._is_training = False
         self._version = 0
         self._steps: list[SimulatedStep] = []
@@ -142,19 +133,8 @@ class RunSimulation:
     # ---- groups
 
     def _response_ended(self, group: SimulatedGroup, index: int) -> None:
-        is_whole = group.num_finished == self._run.group_size
-        self._controller.do(
-            self._profile.controller_s.mean, lambda: self._handled(group, index, is_whole=is_whole)
-        )
-
-    def _handled(self, group: SimulatedGroup, index: int, *, is_whole: bool) -> None:
-        if group.is_ended:
-            # The group was dropped before the controller handled the response.
-            return
-        self._loops.do(self._profile.loops_s.mean, lambda: None)
-        if not self._run.has_environment:
-            self._scorers.response_ended(group, index)
-        if is_whole:
+        self._scorers.response_ended(group, index)
+        if group.num_finished == self._run.group_size:
             self._sampled(group)
 
     def _sampled(self, group: SimulatedGroup) -> None:
@@ -164,10 +144,7 @@ class RunSimulation:
             self._give_up(group, DropReason.OVERSIZED)
             return
         self.buffer.finished(stored)
-        if self._run.has_environment:
-            self._scored(group)
-        else:
-            self._scorers.group_ended(group)
+        self._scorers.group_ended(group)
 
     def _num_bytes(self, group: SimulatedGroup) -> int:
         """Return the bytes of a group's arrays: the reservation times its share of the maximum tokens."""
@@ -228,7 +205,7 @@ class RunSimulation:
         def published(train_s: float, ages: Counter[int]) -> None:
             publish_s = self.clock.now_s - begin_s - train_s
             between_s = self._draws.time_s(self._profile.between_steps_s)
-            self.clock.wall.after(between_s, lambda: ended(train_s, publish_s, ages))
+            self.clock.after(between_s, lambda: ended(train_s, publish_s, ages))
 
         def ended(train_s: float, publish_s: float, ages: Counter[int]) -> None:
             self._steps.append(
@@ -247,17 +224,17 @@ class RunSimulation:
             # Taking the next batch makes room for new groups.
             self._go_on()
 
-        self.clock.compute(self._work_s(batch), self._trainer_cores, trained)
+        self.clock.after(self._train_s(batch), trained)
 
-    def _work_s(self, batch: Batch) -> float:
-        """Return the seconds of work of a batch's optimizer steps."""
+    def _train_s(self, batch: Batch) -> float:
+        """Return the seconds of a batch's optimizer steps."""
         steps = step_sizes(
             [[branch.num_tokens for branch in _branches([group])] for group in batch.groups],
             steps_per_batch=self._run.steps_per_batch,
             tokens_per_row=self._run.tokens_per_row,
             num_ranks=self._run.num_data_ranks,
         )
-        return sum(self._time_share * self._step_times.step_s(*step) for step in steps)
+        return sum(self._step_times.step_s(*step) for step in steps)
 
     def _commit(self, batch: Batch, trainer_wait_share: float) -> None:
         committed = self.buffer.committed(trainer_wait_share=trainer_wait_share)
@@ -317,22 +294,6 @@ def _ages(batch: Batch) -> Counter[int]:
     return ages
 
 
-def _trainer_cost(profile: Profile, *, num_data_ranks: int) -> tuple[float, float]:
-    """Return a step's duration as a multiple of the measured one, and the busy cores of all ranks together.
-
-    The run may have another number of data ranks than the measured trainer; each rank has as many processes
-    as in the profile. Several processes wait for each other in every step without using a core. A single
-    process does not wait, so its step takes only the computing time of one process. The time that it saves
-    without communication is unknown and ignored. On GPUs the duration is not changed.
-    """
-    setup, cores = profile.setup, profile.cores
-    of_each = cores.trainer / setup.num_data_ranks
-    becomes_one_process = num_data_ranks == 1 < setup.num_trainer_procs == setup.num_data_ranks
-    if not becomes_one_process or not of_each:
-        return 1.0, of_each * num_data_ranks
-    return min(1.0, of_each), max(1.0, of_each)
-
-
 def _payload_budget(run: SimulatedRun) -> PayloadBudget:
     """Return the memory budget for the arrays of the run's groups.
 
@@ -357,13 +318,11 @@ class Scorers:
     def __init__(
         self,
         section: ScorerSection,
-        cores: float,
         clock: Clock,
         on_scored: Callable[[SimulatedGroup], None],
         *,
         num_places: int,
     ) -> None:
-        self._cores = cores
         self._clock = clock
         self._on_scored = on_scored
         self._dispatcher = Dispatcher(section.num_replicas, section, retry_wait_s=0.0)
@@ -435,15 +394,7 @@ class Scorers:
             assignment = self._queues[replica].popleft()
             _, score_s = self._responses[assignment.item]
             self._free[replica] -= 1
-            self._score(score_s, functools.partial(self._scored, assignment))
-
-    def _score(self, score_s: float, then: Callable[[], None]) -> None:
-        """Simulate waiting, as for a server, and then computing, which slows when cores are short."""
-        computing = min(1.0, self._cores)
-        self._clock.wall.after(
-            (1.0 - computing) * score_s,
-            lambda: self._clock.compute(computing * score_s, max(1.0, self._cores), then),
-        )
+            self._clock.after(score_s, functools.partial(self._scored, assignment))
 
     def _scored(self, assignment: Assignment) -> None:
         group, _ = self._responses.pop(assignment.item)

@@ -58,7 +58,6 @@ class SimulatedRun:
     source_weights: dict[str, float]
     num_prompts: int
     """Number of training tasks of all sources; after the last one they repeat."""
-    has_environment: bool = False
     seed: int = 0
 
     @property
@@ -89,7 +88,7 @@ def of_config(
     """Return the run of a checked config, with ``num_steps`` steps (None: all of the config's).
 
     Raises:
-        ConfigError: the profile does not know a source of the data, or an environment that the run has.
+        ConfigError: the run has an environment, or the profile does not know a source of its data.
     """
     sources = {source.name: source.weight for source in named_sources(config.data)}
     raise_if_any(_unknown(config, profile, sources))
@@ -120,7 +119,6 @@ def of_config(
         max_response_tokens=longest_response(config),
         source_weights=sources,
         num_prompts=config.data.num_train,
-        has_environment=config.environment is not None,
         seed=config.seed,
     )
 
@@ -135,8 +133,8 @@ def _unknown(config: RunConfig, profile: Profile, sources: dict[str, float]) -> 
         for name in sources
         if name not in profile.lengths
     ]
-    if config.environment is not None and profile.environment is None:
-        remedy = "the profile must have its times, as the config has an environment"
+    if config.environment is not None:
+        remedy = "must be left out: a profile has no times of episodes"
         problems.append(Problem(field="environment", remedy=remedy))
     return problems
 

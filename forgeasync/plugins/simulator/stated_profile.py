@@ -13,6 +13,8 @@ from forgeasync.config import ActivationCheckpointing, ModelFacts, RunConfig, lo
 from forgeasync.models import BYTES_PER_ELEMENT, kv_bytes_per_token
 from forgeasync.planning import (
     DEVICE_BYTES_PER_S,
+    KV_BLOCK_TOKENS,
+    Machine,
     ParameterCounts,
     count_parameters,
     generator_parameters_per_rank,
@@ -21,15 +23,12 @@ from forgeasync.planning import (
 )
 from forgeasync.plugins.simulator.profile import (
     NUM_QUANTILES,
-    Cores,
     DecodePoint,
     Distribution,
     Estimate,
-    Hardware,
     Lengths,
     Origin,
     Profile,
-    Setup,
     TrainPoint,
     WeightTimes,
     powers_of_two,
@@ -40,15 +39,8 @@ CONTEXTS = (0, 1_024, 4_096, 16_384, 65_536)
 OPTIMIZER_BYTES = 40
 """Per parameter: reads float32 parameter, gradient and two moments, writes three of them, casts a copy."""
 
-SCORE_S, CALL_S, BETWEEN_S, START_S = 0.05, 0.005, 0.5, 600.0
-"""Assumed seconds of scoring a response, of a call, between two steps and of a start; in no data sheet."""
-
-KV_BLOCK_TOKENS = 16
-"""vLLM's default on GPUs (``CacheConfig.DEFAULT_BLOCK_SIZE`` of 0.32)."""
-
-CONTROLLER_S = 0.003
-"""The controller's seconds per response, measured on an AMD EPYC core with responses of 15 tokens."""
-
+SCORE_S, BETWEEN_S, START_S = 0.05, 0.5, 600.0
+"""Assumed seconds of scoring a response, between two steps and of a start; in no data sheet."""
 
 GPU = "H100 SXM 80 GB"
 FLOPS_PER_S = 989e12
@@ -98,14 +90,13 @@ def stated_profile(config: RunConfig, facts: ModelFacts, *, mean_response_tokens
     return Profile(
         origin=Origin.STATED,
         sources=(SOURCE, "bandwidths of weights: forgeasync/planning/weight_times.py"),
-        hardware=Hardware(host="stated", num_cores=64, cpu="not stated", gpus=(GPU,), packages={}),
-        setup=Setup.of(config, kv_block_tokens=KV_BLOCK_TOKENS),
-        cores=Cores(trainer=0.0, generator=0.0, scorer=0.0),
+        hardware=GPU,
+        model=config.model.path,
+        kv_block_tokens=KV_BLOCK_TOKENS[Machine.GPU],
         decode=_decode(config, facts, counts),
         prefill_tokens_per_s=Estimate.stated(prefill),
         train=_train(config, facts, num_tokens=prompt.mean.mean + lengths.mean.mean),
         between_steps_s=Distribution.point(BETWEEN_S),
-        call_s=Distribution.point(CALL_S),
         weights=WeightTimes(
             wait_s=Distribution.point(0.0),
             publish_s=Distribution.point(seconds.publish_s),
@@ -114,9 +105,6 @@ def stated_profile(config: RunConfig, facts: ModelFacts, *, mean_response_tokens
         ),
         score_s=Distribution.point(SCORE_S),
         score_places=config.scorer.num_workers,
-        controller_s=Estimate.stated(CONTROLLER_S),
-        loops_s=Estimate.stated(0.0),
-        response_s=Estimate.stated(0.0),
         lengths={
             source.name: Lengths(prompt=prompt, response=lengths, prompt_share=0.5)
             for source in named_sources(config.data)

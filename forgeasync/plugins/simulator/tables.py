@@ -17,9 +17,8 @@ def print_profile(profile: Profile, run: SimulatedRun, console: Console, *, step
     Times are in milliseconds, with the half width of their 95 % intervals. ``steps`` is a line about the
     measured steps.
     """
-    hardware = profile.hardware
     decode = _table("sequences", "tokens of context", "ms", "tokens/s")
-    decode.title = f"decode steps on {hardware.num_cores} cores of {', '.join(hardware.gpus) or hardware.cpu}"
+    decode.title = f"decode steps on {profile.hardware}"
     for point in profile.decode:
         rate = point.num_running / point.step_s.mean
         decode.add_row(
@@ -74,24 +73,12 @@ def _distributions(profile: Profile) -> Iterator[tuple[str, Distribution]]:
     yield "swap", profile.weights.swap_s
     yield "score a response", profile.score_s
     yield "between two steps", profile.between_steps_s
-    yield "until a group begins", profile.call_s
-    if profile.environment is not None:
-        yield "environment, a turn", profile.environment.latency_s
 
 
 def _facts(profile: Profile) -> Iterator[str]:
-    prefill, cores = profile.prefill_tokens_per_s, profile.cores
+    prefill = profile.prefill_tokens_per_s
     yield f"prompts: {prefill.mean:,.0f} tokens/s ({prefill.low:,.0f} to {prefill.high:,.0f})"
-    yield (
-        f"cores kept busy: trainer {cores.trainer:.2f}, generator {cores.generator:.2f}, "
-        f"scorer {cores.scorer:.2f}"
-    )
-    yield (
-        f"an engine's process besides steps and prompts: {1e3 * profile.response_s.mean:.2f} ms a response"
-    )
     yield f"a scorer scores {profile.score_places} responses at once"
-    yield f"controller: {1e3 * profile.controller_s.mean:.2f} ms of its processor time a response"
-    yield f"controller and buffer besides: {1e3 * profile.loops_s.mean:.2f} ms a response"
     for source, lengths in profile.lengths.items():
         response = lengths.response
         yield (

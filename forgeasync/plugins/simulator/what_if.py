@@ -103,20 +103,8 @@ def _changes(run: SimulatedRun, profile: Profile) -> Iterator[Change]:
         swap_s=times.swap_s.scaled(0.5),
     )
     yield of_profile("weights twice as fast", "new weights bound", weights=weights)
-    yield of_profile(
-        "a controller twice as fast",
-        "the controller bounds",
-        controller_s=profile.controller_s.scaled(0.5),
-        loops_s=profile.loops_s.scaled(0.5),
-    )
-    if run.has_environment:
-        assert profile.environment is not None, "the run has one"
-        latency_s = profile.environment.latency_s.scaled(0.5)
-        environment = profile.environment.model_copy(update={"latency_s": latency_s})
-        yield of_profile("an environment twice as fast", "the environment bounds", environment=environment)
-    else:
-        scorer = run.scorer.model_copy(update={"num_replicas": run.scorer.num_replicas + 1})
-        yield of_run("one more scorer", "scorers bound", replace(run, scorer=scorer))
+    scorer = run.scorer.model_copy(update={"num_replicas": run.scorer.num_replicas + 1})
+    yield of_run("one more scorer", "scorers bound", replace(run, scorer=scorer))
     bounds = {name: getattr(run.buffer, name) for name in ("max_groups", "max_in_flight")}
     if larger := {name: 2 * bound for name, bound in bounds.items() if bound is not None}:
         changed = replace(run, buffer=run.buffer.model_copy(update=larger))

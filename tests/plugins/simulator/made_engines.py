@@ -32,8 +32,7 @@ def decode_table(steps_s: Mapping[tuple[int, int], float]) -> DecodeTable:
 
 def engine_cost(decode: DecodeTable, *, prefill_s: float, **limits: float) -> EngineCost:
     """``prefill_s`` is for a token of a prompt."""
-    known = {"max_num_seqs": 8, "max_kv_tokens": 10**9, "kv_block_tokens": 1}
-    known |= {"response_s": 0.0, "response_stall_s": 0.0, "cores": 0.0, "shares_prefixes": False}
+    known = {"max_num_seqs": 8, "max_kv_tokens": 10**9, "kv_block_tokens": 1, "shares_prefixes": False}
     return EngineCost(decode=decode, prefill_s_per_token=prefill_s, **(known | limits))
 
 
@@ -42,6 +41,7 @@ def made_group(
 ) -> SimulatedGroup:
     """A group with responses of these lengths."""
     task = Task(task_id=str(group_id), prompt="", answer="", source_index=0, source="s")
-    known = {"num_prompt_tokens": num_prompt, "latencies_s": (), "score_s": score_s}
-    rollouts = [DrawnRollout(turns=(length,), **known) for length in lengths]
+    rollouts = [
+        DrawnRollout(num_prompt_tokens=num_prompt, num_tokens=length, score_s=score_s) for length in lengths
+    ]
     return SimulatedGroup(Start(group_id=group_id, draw_id=group_id, task=task), rollouts)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.plugins.simulator import Clock, Engine, EngineCost, Sequence, Thread
+from forgeasync.plugins.simulator import Clock, Engine, EngineCost, Sequence
 from tests.plugins.simulator.made_engines import decode_table, engine_cost, made_group, play
 
 BASE_S, SEQUENCE_S, CONTEXT_S, PREFILL_S = 0.01, 0.001, 0.00001, 0.0005
@@ -25,19 +25,14 @@ def _cost(**limits: float) -> EngineCost:
 
 
 def _by_tokens(
-    groups: list[list[int]],
-    num_prompt: int,
-    max_num_seqs: int,
-    kv_block_tokens: int,
-    response_s: float = 0.0,
-    response_stall_s: float = 0.0,
+    groups: list[list[int]], num_prompt: int, max_num_seqs: int, kv_block_tokens: int
 ) -> tuple[dict[tuple[int, int], float], float]:
-    """Times at which responses are handed over, one step after the other, and when the last one has ended."""
+    """Times at which responses end, one step after the other, and when the last one has ended."""
     waiting = deque((group, index) for group, lengths in enumerate(groups) for index in range(len(lengths)))
     running: dict[tuple[int, int], int] = {}
     computed: set[int] = set()
     ends: dict[tuple[int, int], float] = {}
-    now_s = handed_over_s = 0.0
+    now_s = 0.0
     while waiting or running:
         while waiting and len(running) < max_num_seqs:
             key = waiting.popleft()
@@ -48,12 +43,8 @@ def _by_tokens(
         ended = [key for key, num in running.items() if num == groups[key[0]][key[1]]]
         for key in ended:
             del running[key]
-        stall_s = response_stall_s if running or waiting else 0.0
-        for key in ended:
-            handed_over_s = max(now_s, handed_over_s) + response_s - stall_s
-            ends[key] = handed_over_s
+            ends[key] = now_s
         if ended:
-            now_s += len(ended) * stall_s
             continue
         context = num_prompt + sum(running.values()) / len(running)
         # The middle of a step: a token longer at its end than at its beginning.
@@ -69,65 +60,55 @@ def _by_tokens(
     st.integers(1, 100),
     st.integers(1, 12),
     st.integers(1, 40),
-    st.sampled_from([(0.0, 0.0), (0.003, 0.0), (0.003, 0.002), (0.003, 0.003)]),
 )
 def test_responses_end_when_they_do_token_by_token(
-    lengths: list[list[int]],
-    num_prompt: int,
-    max_num_seqs: int,
-    kv_block_tokens: int,
-    response: tuple[float, float],
+    lengths: list[list[int]], num_prompt: int, max_num_seqs: int, kv_block_tokens: int
 ) -> None:
-    response_s, response_stall_s = response
-    clock = Clock(1)
+    clock = Clock()
     ends: dict[tuple[int, int], float] = {}
 
     def ended(sequence: Sequence) -> None:
         ends[sequence.group.group_id, sequence.index] = clock.now_s
 
-    limits = {"max_num_seqs": max_num_seqs, "kv_block_tokens": kv_block_tokens}
-    cost = _cost(**limits, response_s=response_s, response_stall_s=response_stall_s)
+    cost = _cost(max_num_seqs=max_num_seqs, kv_block_tokens=kv_block_tokens)
     engine = Engine(0, cost, clock, ended, version=0)
     groups = [made_group(number, one, num_prompt=num_prompt) for number, one in enumerate(lengths)]
     engine.add(sequence for group in groups for sequence in group.sequences)
     play(clock)
-    expected, last_s = _by_tokens(lengths, num_prompt, max_num_seqs, kv_block_tokens, *response)
+    expected, last_s = _by_tokens(lengths, num_prompt, max_num_seqs, kv_block_tokens)
     assert ends == {key: pytest.approx(end_s) for key, end_s in expected.items()}
     assert engine.total_busy_s == pytest.approx(last_s)
 
 
-def test_what_was_given_up_is_not_handed_over() -> None:
-    """Three responses of one token; handing over each takes a second. The second one is given up at 1.5 s."""
-    clock, ended = Clock(1), list[tuple[int, float]]()
-    cost = _cost(response_s=1.0)
-    engine = Engine(0, cost, clock, lambda one: ended.append((one.index, clock.now_s)), version=0)
-    sequences = made_group(0, [1, 1, 1]).sequences
+def test_removed_sequences_do_not_end() -> None:
+    clock, ended = Clock(), list[int]()
+    engine = Engine(0, _cost(), clock, lambda one: ended.append(one.index), version=0)
+    sequences = made_group(0, [20, 30, 40]).sequences
     engine.add(sequences)
-    clock.wall.after(1.5, lambda: engine.remove(sequences[1:2]))
+    clock.after(0.1, lambda: engine.remove(sequences[1:2]))
     play(clock)
-    begin_s = 3 * PREFILL_S
-    assert ended == [(0, pytest.approx(begin_s + 1.0)), (2, pytest.approx(begin_s + 3.0))]
+    assert ended == [0, 2]
 
 
 def test_tokens_belong_to_the_version_that_was_there() -> None:
     """Step i takes 0.011015 + 0.00001 i s: 44 whole ones in 0.5 s, 53 in 0.6 s, after the first token."""
-    clock = Clock(1)
+    clock = Clock()
     ended: list[Sequence] = []
     engine = Engine(0, _cost(), clock, ended.append, version=0)
     (sequence,) = made_group(0, [100]).sequences
     engine.add([sequence])
-    clock.wall.after(0.5, lambda: engine.swap(1, 0.0, recompute=False))
-    clock.wall.after(0.6, lambda: engine.swap(2, 0.0, recompute=False))
+    clock.after(0.5, lambda: engine.swap(1, 0.0, recompute=False))
+    clock.after(0.6, lambda: engine.swap(2, 0.0, recompute=False))
     play(clock)
     assert sequence.spans == [(0, 45), (1, 9), (2, 46)]
 
 
 def test_a_swap_costs_its_pause_and_what_is_computed_again() -> None:
     def end_s(recompute: bool) -> float:
-        clock = Clock(1)
+        clock = Clock()
         engine = Engine(0, _cost(), clock, lambda one: None, version=0)
         engine.add(made_group(0, [100]).sequences)
-        clock.wall.after(0.5, lambda: engine.swap(1, 0.25, recompute=recompute))
+        clock.after(0.5, lambda: engine.swap(1, 0.25, recompute=recompute))
         play(clock)
         return clock.now_s
 
@@ -138,7 +119,7 @@ def test_a_swap_costs_its_pause_and_what_is_computed_again() -> None:
 
 
 def test_a_full_cache_makes_the_last_sequence_wait_and_loses_no_token() -> None:
-    clock = Clock(1)
+    clock = Clock()
     ended: list[Sequence] = []
     engine = Engine(0, _cost(max_kv_tokens=150), clock, ended.append, version=0)
     for number in range(3):
@@ -151,7 +132,7 @@ def test_a_full_cache_makes_the_last_sequence_wait_and_loses_no_token() -> None:
 
 
 def test_a_draining_engine_starts_nothing_until_its_swap() -> None:
-    clock = Clock(1)
+    clock = Clock()
     ended: list[Sequence] = []
     engine = Engine(0, _cost(), clock, ended.append, version=0)
     engine.add(made_group(0, [20]).sequences)
@@ -161,43 +142,16 @@ def test_a_draining_engine_starts_nothing_until_its_swap() -> None:
     assert [one.spans for one in ended] == [[(0, 20)], [(1, 20)]]
 
 
-# --- the clock, and cores that are shared ---
+# --- the clock ---
 
 
-def _ends(num_cores: int, works: list[tuple[float, float]]) -> list[float]:
-    """When processes end that begin to compute at once, each with its work and its cores."""
-    clock = Clock(num_cores)
-    ends = [0.0] * len(works)
-    for index, (work_s, cores) in enumerate(works):
-        clock.compute(work_s, cores, lambda index=index: ends.__setitem__(index, clock.now_s))
+def test_canceled_events_do_not_run_and_events_of_one_time_keep_their_order() -> None:
+    clock = Clock()
+    seen = []
+    for name in "abc":
+        event = clock.after(1.0, lambda name=name: seen.append(name))
+        if name == "b":
+            event.cancel()
+    clock.after(0.5, lambda: seen.append("first"))
     play(clock)
-    return ends
-
-
-@given(
-    num_cores=st.integers(1, 8),
-    works=st.lists(st.tuples(st.floats(0.01, 10.0), st.floats(0.1, 4.0)), min_size=1, max_size=6),
-)
-def test_shared_cores_do_all_work_and_no_more(num_cores: int, works: list[tuple[float, float]]) -> None:
-    """The last end is no earlier than the longest work and than all work on all cores. It is no later than
-    their sum."""
-    last_s = max(_ends(num_cores, works))
-    longest_s = max(work_s for work_s, _ in works)
-    of_all_s = sum(work_s * cores for work_s, cores in works) / num_cores
-    assert max(longest_s, of_all_s) <= last_s * (1.0 + 1e-6)
-    assert last_s <= (longest_s + of_all_s) * (1.0 + 1e-6)
-
-
-def test_a_thread_does_one_thing_after_the_other_also_what_takes_no_time() -> None:
-    clock, done = Clock(1), list[tuple[str, float]]()
-    thread = Thread(clock)
-
-    def note(what: str) -> None:
-        done.append((what, clock.now_s))
-
-    thread.do(0.0, lambda: note("first"))
-    thread.do(1.0, lambda: note("long"))
-    thread.do(0.0, lambda: note("short"))
-    clock.wall.after(0.5, lambda: thread.do(2.0, lambda: note("last")))
-    play(clock)
-    assert done == [("first", 0.0), ("long", 1.0), ("short", 1.0), ("last", 3.0)]
+    assert seen == ["first", "a", "c"] and clock.now_s == 1.0

@@ -16,6 +16,7 @@ from forgeasync.plugins.simulator import (
     SplitPlan,
     TrainTable,
     choose,
+    of_config,
     plan_splits,
     stated_profile,
     write_profile,
@@ -91,6 +92,12 @@ def test_what_cannot_be_planned_is_refused(overrides: list[str], source: str, pr
         _plan(minimal_config(*OVERRIDES, *overrides), profile)
 
 
+def test_runs_with_an_environment_are_refused() -> None:
+    config = load_config(CONFIGS / "game_cpu.yaml")
+    with pytest.raises(ConfigError, match="environment: must be left out: a profile has no"):
+        of_config(config, FACTS, simple_profile())
+
+
 BIG = CONFIGS / "qwen3_30b_a3b.yaml"
 
 
@@ -113,7 +120,9 @@ def test_a_stated_profile_agrees_with_arithmetic_by_hand() -> None:
         stated_profile(config, facts, mean_response_tokens=40_000)
 
 
-def test_the_app_prints_plans_or_refuses_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_app_prints_plans_and_refuses_mistakes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, profile = CONFIGS / "tiny_moe_cpu.yaml", tmp_path / "profile.json"
     write_profile(simple_profile(token_s=1e-5), profile)
     arguments = ["--plan", "--gpus", "3", "--config", str(config), "algorithm.groups_per_step=2"]

@@ -10,21 +10,8 @@ from hypothesis import strategies as st
 
 from forgeasync.buffer import Start
 from forgeasync.config import AgeOf, BufferSection, Interruption, ScorerSection, StaleGroups, WeightsSection
-from forgeasync.plugins.simulator import (
-    Clock,
-    Cores,
-    Distribution,
-    EnvironmentTimes,
-    Prediction,
-    Profile,
-    RunSimulation,
-    Scorers,
-    SimulatedRun,
-    simulate,
-    what_if,
-)
-from tests.plugins.simulator.made_engines import made_group, play
-from tests.support.profiles import NO_SETUP, simple_profile, small_run
+from forgeasync.plugins.simulator import Prediction, Profile, RunSimulation, SimulatedRun, simulate, what_if
+from tests.support.profiles import simple_profile, small_run
 
 runs = st.builds(
     small_run,
@@ -52,14 +39,10 @@ profiles = st.builds(
     decode_per_sequence_s=st.sampled_from([0.0, 0.001]),
     token_s=st.sampled_from([1e-5, 1e-3]),
     score_s=st.sampled_from([0.0, 0.5]),
-    controller_s=st.sampled_from([0.0, 0.02]),
-    loops_s=st.sampled_from([0.0, 0.03]),
     swap_s=st.sampled_from([0.0, 0.05]),
     fetch_s=st.sampled_from([0.0, 0.7]),
     publish_s=st.sampled_from([0.0, 0.2]),
-    num_cores=st.just(2),
     filtered_share=st.sampled_from([0.0, 0.3]),
-    cores=st.sampled_from([None, Cores(trainer=2.0, generator=1.0, scorer=1.0)]),
 )
 
 
@@ -98,14 +81,14 @@ def _played(run: SimulatedRun, profile: Profile) -> tuple[RunSimulation, Predict
 
 
 @pytest.mark.parametrize("max_groups", [None, 8])
-def test_the_end_of_a_run_does_not_make_it_faster(max_groups: int | None) -> None:
-    """Engines that share cores with the trainer have nothing to do for its last steps."""
-    base = small_run(groups_per_step=4, max_off_policy_steps=3, buffer=BufferSection(max_groups=max_groups))
-    profile = simple_profile(token_s=1e-3, num_cores=1, cores=Cores(trainer=1.0, generator=1.0, scorer=0.0))
-    short, long = (simulate(replace(base, num_steps=num), profile) for num in (15, 60))
-    assert short.steady == (short.steps[8:12] if max_groups is None else short.steps[7:13]), "whole waves"
-    assert short.steps[-1].step_s < 0.8 * long.step_s, "it is faster"
-    assert short.step_s == pytest.approx(long.step_s, rel=0.05)
+def test_the_last_steps_of_a_run_do_not_count(max_groups: int | None) -> None:
+    """Generators run out of prompts before the trainer runs out of groups."""
+    base = small_run(
+        num_steps=15, groups_per_step=4, max_off_policy_steps=3, buffer=BufferSection(max_groups=max_groups)
+    )
+    prediction = simulate(base, simple_profile(token_s=1e-3))
+    whole_waves = prediction.steps[8:12] if max_groups is None else prediction.steps[7:13]
+    assert prediction.steady == whole_waves
 
 
 @settings(max_examples=30, deadline=None)
@@ -190,19 +173,8 @@ def test_slow_generators_bound_a_run_by_what_they_can_decode() -> None:
     assert one.trained_tokens_per_s == pytest.approx(800.0 / 0.98, rel=0.02)
 
 
-def _cores(trainer: float, generator: float = 0.0) -> Cores:
-    return Cores(trainer=trainer, generator=generator, scorer=0.0)
-
-
 FAST = {"token_s": 1e-6}
-SHORT = {"token_s": 0.0, "fixed_s": 1.0, "decode_s": 1e-6, "num_cores": 2}
-TWO_RANKS = NO_SETUP.model_copy(update={"num_trainer_procs": 2, "num_data_ranks": 2})
-RANK_OF_TWO = NO_SETUP.model_copy(update={"num_trainer_procs": 4, "num_data_ranks": 2})
-ALL_BUSY = SHORT | {"cores": _cores(2.0), "setup": TWO_RANKS}
-WAITING = SHORT | {"cores": _cores(1.6), "setup": TWO_RANKS}
-LONG = {"token_s": 0.0, "fixed_s": 8.0, "cores": _cores(2.0)}
-SHARED = {"token_s": 1e-3, "cores": _cores(1.0, 1.0)}
-WEIGHTS = SHARED | {"publish_s": 0.2, "fetch_s": 0.3, "swap_s": 0.04}
+WEIGHTS = {"token_s": 1e-3, "publish_s": 0.2, "fetch_s": 0.3, "swap_s": 0.04}
 SYNCHRONOUS_PAIR = {"max_off_policy_steps": 0, "num_replicas": 2}
 SMALL_BUFFER = BufferSection(max_groups=4, adapt_load=False)
 
@@ -218,44 +190,19 @@ def _workers(num: int) -> dict[str, Any]:
         # batch beside it 0.4 s; new weights come later.
         (
             {"max_off_policy_steps": 4, "buffer": SMALL_BUFFER},
-            SHORT | {"decode_s": 0.01, "lengths": (40.0, 40.0), "publish_s": 0.9},
+            {"token_s": 0.0, "fixed_s": 1.0, "lengths": (40.0, 40.0), "publish_s": 0.9},
             1.0,
         ),
-        # A trainer with more ranks than were measured takes more cores.
-        ({"num_data_ranks": 1}, ALL_BUSY, 1.0),
-        ({"num_data_ranks": 2}, ALL_BUSY, 1.0),
-        ({"num_data_ranks": 4}, ALL_BUSY, 2.0),
-        ({"num_data_ranks": 6}, ALL_BUSY, 3.0),
-        # Two ranks keep 1.6 cores busy: each waits for the other for a fifth of the time, and one for nobody.
-        # Four want 3.2 cores, and there are two.
-        ({"num_data_ranks": 1}, WAITING, 0.8),
-        ({"num_data_ranks": 2}, WAITING, 1.0),
-        ({"num_data_ranks": 4}, WAITING, 1.6),
-        # The two processes of one data rank still wait for each other.
-        ({"num_data_ranks": 1}, WAITING | {"setup": RANK_OF_TWO}, 1.0),
-        # Nothing is known of GPUs.
-        ({"num_data_ranks": 1}, WAITING | {"cores": _cores(0.0)}, 1.0),
         # 16 responses a step, 1 s each; workers that wait for a server have more than one place.
         (_workers(1), FAST | {"score_s": 1.0}, 16.0),
         (_workers(2), FAST | {"score_s": 1.0}, 8.0),
         (_workers(4), FAST | {"score_s": 1.0}, 4.0),
         (_workers(1), FAST | {"score_s": 1.0, "score_places": 8}, 2.0),
-        # 16 responses a step, 0.1 s each on the only engine, after the 49 steps of all of them.
-        ({"max_off_policy_steps": 0}, FAST | {"response_s": 0.1}, 0.49 + 1.6),
         ({"max_off_policy_steps": 0}, FAST, 0.49),
-        # The controller's one thread: 16 responses, 1 s each, however many scorers there are.
-        ({}, FAST | {"controller_s": 1.0}, 16.0),
-        # 8 s of the controller or of the loops, and 8 s of a trainer that keeps two cores busy: of 3 cores
-        # that are wanted there are two, and at two thirds of the speed both take 12 s.
-        ({}, LONG | {"controller_s": 0.5, "num_cores": 2}, 12.0),
-        ({}, LONG | {"loops_s": 0.5, "num_cores": 2}, 12.0),
-        ({}, LONG | {"loops_s": 0.5, "num_cores": 3}, 8.0),
-        # 0.96 s of training and 0.5 s of decoding for every step, on one core and nothing beside each other.
+        # 0.96 s of training beside 0.5 s of decoding.
         ({"max_num_seqs": 16}, {"token_s": 1e-3}, 0.96),
-        ({"max_num_seqs": 16}, SHARED | {"num_cores": 1}, 1.46),
-        # The steps of two generators, training, publishing, two fetches, swaps.
-        (SYNCHRONOUS_PAIR, WEIGHTS | {"num_cores": 2}, 0.49 + 0.96 + 0.2 + 0.3 + 0.04),
-        (SYNCHRONOUS_PAIR, WEIGHTS | {"num_cores": 1}, 2 * 0.49 + 0.96 + 0.2 + 2 * 0.3 + 0.04),
+        # Decoding on two generators at once, training, publishing, fetching, swapping.
+        (SYNCHRONOUS_PAIR, WEIGHTS, 0.49 + 0.96 + 0.2 + 0.3 + 0.04),
     ],
 )
 def test_steps_take_what_is_computed_by_hand(
@@ -263,14 +210,6 @@ def test_steps_take_what_is_computed_by_hand(
 ) -> None:
     prediction = simulate(small_run(num_steps=30, **run), simple_profile(**({"lengths": FIXED} | profile)))
     assert prediction.step_s == pytest.approx(step_s, rel=0.01)
-
-
-def test_turns_of_an_environment_take_their_latencies() -> None:
-    environment = EnvironmentTimes(num_turns=Distribution.point(5.0), latency_s=Distribution.point(0.3))
-    profile = simple_profile(lengths=FIXED, **FAST).model_copy(update={"environment": environment})
-    run = small_run(max_off_policy_steps=0, has_environment=True, num_steps=4)
-    # Each turn's first token comes with its prompt.
-    assert simulate(run, profile).step_s == pytest.approx(0.45 + 5 * 0.3, rel=0.02)
 
 
 def test_group_lengths_are_as_alike_as_the_profile_says() -> None:
@@ -281,7 +220,7 @@ def test_group_lengths_are_as_alike_as_the_profile_says() -> None:
         simulation = RunSimulation(small_run(), simple_profile(lengths=lengths, prompt_share=share))
         draws = simulation._draws
         groups = [draws.group(draws.order.next(), draw_id) for draw_id in range(300)]
-        tokens = [[rollout.turns[0] for rollout in group] for group in groups]
+        tokens = [[rollout.num_tokens for rollout in group] for group in groups]
         mean = sum(map(sum, tokens)) / (300 * 4)
         assert mean == pytest.approx(50.0, abs=2.5), "the same distribution whatever is shared"
         assert len({one[0] for one in tokens}) > 30, "and groups differ from each other"
@@ -289,33 +228,10 @@ def test_group_lengths_are_as_alike_as_the_profile_says() -> None:
     assert spread[1] == 0.0 < spread[0]
 
 
-@pytest.mark.parametrize(
-    ("cores", "end_s"),
-    [
-        (0.0, 2.0),
-        # Waits for 1.5 s, and computes for 0.5 s with a third of the core.
-        (0.25, 3.0),
-        (1.0, 6.0),
-        # Four cores are wanted, and there is one.
-        (2.0, 8.0),
-    ],
-)
-def test_only_what_a_score_computes_takes_longer_where_cores_are_short(cores: float, end_s: float) -> None:
-    clock, ends_s = Clock(1), []
-    # Two others want the only core all the time.
-    clock.begin(2.0)
-    section = ScorerSection(num_workers=1)
-    scorers = Scorers(section, cores, clock, lambda _: ends_s.append(clock.now_s), num_places=1)
-    group = made_group(0, [1], score_s=2.0)
-    scorers.response_ended(group, 0)
-    scorers.group_ended(group)
-    play(clock)
-    assert ends_s == pytest.approx([end_s])
-
-
 # --- what a change brings: the right cause with its number ---
 
-FIXED_FAST = FAST | {"lengths": FIXED}
+FIXED_FAST = {"lengths": FIXED, "token_s": 1e-6}
+TWO_SCORERS = ScorerSection(num_workers=2)
 TWO_IN_FLIGHT = BufferSection(max_in_flight=2, adapt_load=False)
 
 
@@ -324,7 +240,7 @@ TWO_IN_FLIGHT = BufferSection(max_in_flight=2, adapt_load=False)
     [
         ({"max_num_seqs": 8}, FIXED_FAST, "one more replica", 0.5),
         ({}, {"lengths": FIXED, "token_s": 1e-2}, "a trainer twice as fast", 0.5),
-        (_workers(2), FIXED_FAST | {"score_s": 1.0}, "one more scorer", 0.5),
+        ({"scorer": TWO_SCORERS}, FIXED_FAST | {"score_s": 1.0}, "one more scorer", 0.5),
         ({"buffer": TWO_IN_FLIGHT}, FIXED_FAST, "a buffer twice as large", 0.5),
         ({"max_off_policy_steps": 0}, FIXED_FAST | {"swap_s": 4.0}, "weights twice as fast", 0.3),
     ],
@@ -349,16 +265,6 @@ def test_a_synchronous_run_gains_most_from_a_bound() -> None:
     found = what_if(run, simple_profile(lengths=FIXED, token_s=5e-4))
     assert found.best is not None and found.best.change.name == "max_off_policy_steps 1"
     assert found.best.share == pytest.approx(0.5, abs=0.06)
-
-
-def test_an_environment_that_is_slow_is_named() -> None:
-    environment = EnvironmentTimes(num_turns=Distribution.point(4.0), latency_s=Distribution.point(1.0))
-    profile = simple_profile(**FIXED_FAST).model_copy(update={"environment": environment})
-    buffer = BufferSection(max_groups=4)
-    run = small_run(num_steps=20, has_environment=True, max_off_policy_steps=32, buffer=buffer)
-    found = what_if(run, profile)
-    names = [gain.change.name for gain in found.gains[:2]]
-    assert set(names) == {"an environment twice as fast", "a buffer twice as large"}
 
 
 def test_where_nothing_helps_it_says_so() -> None:
