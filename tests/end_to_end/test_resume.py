@@ -141,9 +141,7 @@ def test_a_lost_trainer_rank_changes_no_loss(config_file: Path, whole_run: Path,
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-def test_a_run_killed_after_its_last_step_ends(
-    config_file: Path, whole_run: Path, tmp_path: Path
-) -> None:
+def test_a_run_killed_after_its_last_step_ends(config_file: Path, whole_run: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(whole_run, run_dir)
     arguments = (f"run_dir={run_dir}", "--resume", "latest")
