@@ -119,9 +119,7 @@ def test_set_up_installs_its_own_lock_and_everything_else_the_one_for_cpus(check
 
 @pytest.mark.parametrize("lock", SETUPS)
 @pytest.mark.parametrize("changed", ["pyproject.toml", "requirements/cpu.lock", "requirements/gpu.lock"])
-def test_an_environment_gets_the_packages_of_its_own_lock_alone(
-    checkout: Checkout, lock: str, changed: str
-) -> None:
+def test_an_environment_follows_its_own_lock_alone(checkout: Checkout, lock: str, changed: str) -> None:
     checkout.write(f".venv/installed-{lock}", hour=2)
     targets = (SETUPS[lock], *TARGETS)
     assert [checkout.installed(target) for target in targets] == [[]] * len(targets)

@@ -49,9 +49,7 @@ def fail_or_wait(folder: Path, how: str) -> None:
     time.sleep(600)
 
 
-def test_processes_know_their_index_and_nothing_of_earlier_ones(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_processes_know_nothing_of_earlier_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for text in ("first", "second"):
         folder = tmp_path / text
         folder.mkdir()

@@ -47,18 +47,16 @@ def test_the_run_of_the_docs_passes(tmp_path: Path) -> None:
     EXAMPLES["test_the_environment_trains"](tmp_path)
 
 
-def test_a_script_that_is_too_short_says_so() -> None:
+async def test_a_script_that_is_too_short_says_so() -> None:
     agent = ScriptedAgent("5")
-    asyncio.run(agent.respond("a"))
+    await agent.respond("a")
     with pytest.raises(ScriptEnded, match="the script has 1 turns, and one more was asked for"):
-        asyncio.run(agent.respond("b"))
-    with pytest.raises(ScriptEnded):
-        run_episode(EXAMPLES["TryAgain"](), TASK, "5")
+        await agent.respond("b")
 
 
-def test_an_agent_refuses_what_the_agent_of_a_run_refuses() -> None:
+async def test_an_agent_refuses_what_the_agent_of_a_run_refuses() -> None:
     with pytest.raises(ValueError, match="role"):
-        asyncio.run(ScriptedAgent("5").respond([{"content": "a"}]))
+        await ScriptedAgent("5").respond([{"content": "a"}])
     with pytest.raises(NotImplementedError, match="no URL"):
         ScriptedAgent().api_key  # noqa: B018
 
@@ -69,6 +67,8 @@ def test_an_episode_of_an_environment_that_raises_has_an_ending_and_a_problem() 
             await agent.respond(task.prompt)
             raise KeyError("gone")
 
+    with pytest.raises(ScriptEnded):
+        run_episode(Raises(), TASK)
     outcome = run_episode(Raises(), TASK, "5")
     assert outcome.ending == "environment_crash" and "gone" in (outcome.problem or "")
     assert outcome.agents[0].score is None and outcome.num_turns == 1

@@ -39,57 +39,45 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_a_change_answers_and_wakes_and_one_that_fails_spoils_nothing() -> None:
-    async def scenario() -> None:
-        monitor = Monitor(Account())
-        waiting = asyncio.create_task(monitor.until(lambda account: account.take(3)))
-        await settle()
-        assert monitor.change(lambda account: account.add(2)) == 2
-        await settle()
-        with pytest.raises(ValueError, match="not negative"):
-            monitor.change(lambda account: account.add(-1))
-        assert not waiting.done()
-        monitor.change(lambda account: account.add(1))
-        assert await waiting is True
-        # What holds already is not waited for, and zero is an answer.
-        assert await monitor.until(lambda account: account.left) == 0
-
-    asyncio.run(scenario())
+async def test_a_change_answers_and_wakes_and_one_that_fails_spoils_nothing() -> None:
+    monitor = Monitor(Account())
+    waiting = asyncio.create_task(monitor.until(lambda account: account.take(3)))
+    await settle()
+    assert monitor.change(lambda account: account.add(2)) == 2
+    await settle()
+    with pytest.raises(ValueError, match="not negative"):
+        monitor.change(lambda account: account.add(-1))
+    assert not waiting.done()
+    monitor.change(lambda account: account.add(1))
+    assert await waiting is True
+    # What holds already is not waited for, and zero is an answer.
+    assert await monitor.until(lambda account: account.left) == 0
 
 
-def test_an_attempt_that_fails_with_an_error_raises_it_where_it_is_waited_for() -> None:
-    async def scenario() -> None:
-        monitor = Monitor(Account(1))
-        waiting = asyncio.create_task(monitor.until(lambda account: 1 // account.left > 1))
-        await settle()
-        monitor.change(lambda account: account.take(1))
-        with pytest.raises(ZeroDivisionError):
-            await waiting
-
-    asyncio.run(scenario())
+async def test_an_attempt_that_fails_with_an_error_raises_it_where_it_is_waited_for() -> None:
+    monitor = Monitor(Account(1))
+    waiting = asyncio.create_task(monitor.until(lambda account: 1 // account.left > 1))
+    await settle()
+    monitor.change(lambda account: account.take(1))
+    with pytest.raises(ZeroDivisionError):
+        await waiting
 
 
-def test_what_one_waiter_changes_wakes_the_next() -> None:
-    async def scenario() -> None:
-        monitor = Monitor(Account(1))
-        emptied = asyncio.create_task(monitor.until(lambda account: account.left == 0))
-        taken = asyncio.create_task(monitor.until(lambda account: account.take(6)))
-        await settle()
-        monitor.change(lambda account: account.add(5))
-        await asyncio.gather(taken, emptied)
-
-    asyncio.run(scenario())
+async def test_what_one_waiter_changes_wakes_the_next() -> None:
+    monitor = Monitor(Account(1))
+    emptied = asyncio.create_task(monitor.until(lambda account: account.left == 0))
+    taken = asyncio.create_task(monitor.until(lambda account: account.take(6)))
+    await settle()
+    monitor.change(lambda account: account.add(5))
+    await asyncio.gather(taken, emptied)
 
 
-def test_it_looks_again_when_the_time_has_come() -> None:
-    async def scenario() -> None:
-        monitor = Monitor(Account())
-        now_s = asyncio.get_running_loop().time
-        at_s = now_s() + 50.0
-        await monitor.until(lambda account: now_s() >= at_s, look_at_s=lambda account: at_s)
-        assert now_s() == at_s
-
-    VirtualTime().run(scenario())
+async def test_it_looks_again_when_the_time_has_come(virtual_time: VirtualTime) -> None:
+    monitor = Monitor(Account())
+    now_s = asyncio.get_running_loop().time
+    at_s = now_s() + 50.0
+    await monitor.until(lambda account: now_s() >= at_s, look_at_s=lambda account: at_s)
+    assert now_s() == at_s
 
 
 @given(
@@ -140,44 +128,38 @@ async def late_body(limit_s: float, body: Callable[[], Awaitable[object]]) -> No
         await body()
 
 
-def test_a_late_body_is_told_by_call_limit_and_key() -> None:
+async def test_a_late_body_is_told_by_call_limit_and_key() -> None:
     with pytest.raises(DeadlineExceeded) as caught:
-        asyncio.run(late_body(0.01, lambda: asyncio.sleep(60)))
+        await late_body(0.01, lambda: asyncio.sleep(60))
     message = "scoring group 17 took longer than 0.01 s; timeouts.score_s sets this limit"
     assert str(caught.value) == message == describe_error(caught.value)
 
 
 @pytest.mark.parametrize("is_inner_late", [True, False])
-def test_of_nested_deadlines_the_one_that_passed_speaks(is_inner_late: bool) -> None:
-    async def nested() -> None:
+async def test_of_nested_deadlines_the_passed_speaks(virtual_time: VirtualTime, is_inner_late: bool) -> None:
+    with pytest.raises(DeadlineExceeded, match="^the inner" if is_inner_late else "^the outer"):
         async with deadline(60 if is_inner_late else 0.01, call="the outer", key="timeouts.outer_s"):
             async with deadline(0.01 if is_inner_late else 60, call="the inner", key="timeouts.inner_s"):
                 await asyncio.sleep(60)
 
-    with pytest.raises(DeadlineExceeded, match="^the inner" if is_inner_late else "^the outer"):
-        VirtualTime().run(nested())
 
-
-def test_another_timeout_of_the_body_passes_unchanged() -> None:
+async def test_another_timeout_of_the_body_passes_unchanged() -> None:
     own = TimeoutError("the verifier's own")
 
     async def body() -> None:
         raise own
 
     with pytest.raises(TimeoutError) as caught:
-        asyncio.run(late_body(60, body))
+        await late_body(60, body)
     assert caught.value is own
 
 
-def test_cancelling_passes() -> None:
-    async def scenario() -> None:
-        task = asyncio.create_task(late_body(60, lambda: asyncio.sleep(60)))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(scenario())
+async def test_cancelling_passes() -> None:
+    task = asyncio.create_task(late_body(60, lambda: asyncio.sleep(60)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_no_plain_timeout_is_left() -> None:

@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from forgeasync.files import RUN_MARK
 from tests.support.app_runs import REPOSITORY, session_processes
 from tests.support.processes import wait_until_gone
 from tests.support.warm_python import REAL_PYTHON, wait_until_imported, warm_python
-from tests.support.warm_python.executable import PROC, PROGRAM, kind_of
+from tests.support.warm_python.executable import PROC, PROGRAM
 
 pytestmark = pytest.mark.processes
 
@@ -77,22 +75,6 @@ def test_forks_draw_other_numbers_and_find_other_folders_and_modules(tmp_path: P
     assert process.communicate("\n")[0].startswith("customized\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["text"], 1, "what went wrong\n"),
-        (["error"], 1, "RuntimeError: what went wrong\n"),
-        (["interrupted"], -signal.SIGINT, "KeyboardInterrupt\n"),
-        *((["signal", str(int(one))], -one, "to stderr\n") for one in (signal.SIGKILL, signal.SIGTERM)),
-        (["signal", str(int(signal.SIGSEGV))], -signal.SIGSEGV, "to stderr\n"),
-    ],
-)
-def test_the_started_process_ends_as_the_program_does(arguments: list[str], code: int, words: str) -> None:
-    process = start(*arguments)
-    _, err = process.communicate("\n")
-    assert process.returncode == code and err.endswith(words)
-
-
 def test_a_fork_does_at_its_end_what_was_registered_and_takes_nothing_apart() -> None:
     process = start("at_exit")
     out, _ = process.communicate("\n")
@@ -118,14 +100,6 @@ def test_a_fork_ends_with_the_started_process(is_stopped: bool) -> None:
         os.kill(pid, signal.SIGSTOP)
     process.kill()
     wait_until_gone(pid)
-
-
-def test_signals_to_the_started_process_reach_the_fork_and_others_see_its_environment() -> None:
-    process, pid = waiting(env=os.environ | {RUN_MARK: MARK})
-    assert psutil.Process(pid).environ()[RUN_MARK] == MARK
-    assert psutil.Process(pid).name() == "python"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() == 17
 
 
 def test_a_proc_ends_with_the_process_that_has_started_it(tmp_path: Path) -> None:
@@ -173,14 +147,3 @@ def test_anything_else_is_run_by_the_real_python() -> None:
     done = subprocess.run([warm_python(), "-P", "-c", code], capture_output=True, text=True, check=True)
     found, has_torch = done.stdout.split()
     assert Path(found).parent.parent == Path(sys.prefix) and has_torch == "False"
-
-
-def test_what_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(role: str) -> str | None:
-        monkeypatch.setenv("HYPERACTOR_PROCESS_NAME", f"{role} @ here")
-        return kind_of(["-m", PROC])
-
-    assert asked("generator-1-0") == asked("teacher-0-0") == "vllm"
-    app = ["-m", "apps.grpo", "--config", "x"]
-    assert asked("trainer-0") == asked("scorer-0") == kind_of(app) == "torchtitan"
-    assert kind_of([*app, "--supervise"]) is kind_of(["-c", "1"]) is None

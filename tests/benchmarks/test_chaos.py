@@ -6,12 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import chaos_injector
 import pytest
 from chaos_faults import HOST, KINDS, MOMENTS, SUPERVISED, Kind, Moment, plan
 from chaos_injector import Orders
@@ -104,61 +102,6 @@ def test_a_fault_waits_for_its_step_and_for_the_recovery_of_its_role(tmp_path: P
     witnessed = [json.loads(line) for line in (tmp_path / "witness.jsonl").read_text().splitlines()]
     assert witnessed == [dataclasses.asdict(one) for one in run.look()]
     assert [one["pid"] for one in witnessed] == [processes[0].pid, processes[2].pid]
-
-
-def test_a_step_that_waited_for_a_role_does_not_set_the_pace(tmp_path: Path, start: Start) -> None:
-    process = start()
-    run = Watched(tmp_path, planned("scorer", Kind.SIGKILL, at_step=3, pause_share=0.5))
-    run.list_processes(("scorer", process.pid))
-    times_s = {1: 0.0, 2: 0.0, 3: 10_000.0}
-    run.write("metrics.jsonl", *({"step": step, "time/step_s": step_s} for step, step_s in times_s.items()))
-    assert [one.pid for one in run.look()] == [process.pid], "the run would be over first"
-
-
-def test_another_roles_fault_follows_once_the_one_before_was_detected(tmp_path: Path, start: Start) -> None:
-    roles = ("generator", "scorer", "controller")
-    pids = {role: start().pid for role in roles}
-    run = Watched(tmp_path, *(planned(role, Kind.SIGKILL) for role in roles))
-    run.list_processes(*((role, pids[role]) for role in roles[:2]), controller=pids["controller"])
-    run.write_steps(1)
-    assert [one.role for one in run.look()] == [*roles[:1]]
-    found = run.look(detected("generator", 1e12))
-    assert [one.role for one in found] == [*roles[:2]], "another role need not wait for the recovery"
-    assert [one.role for one in run.look(detected("scorer", 1e12, 1))] == [*roles]
-
-
-def test_a_disk_fails_again_once_all_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file that is refused in an outage has lines of its own."""
-    monkeypatch.setattr(chaos_injector, "OUTAGE_S", 0.0)
-    run = Watched(tmp_path, *(planned("storage", Kind.FULL_DISK) for _ in range(3)))
-    run.list_processes()
-    run.write_steps(1, step_s=0.0)
-    (tmp_path / "run.out").write_text("TensorBoard's files cannot be written: their lines come later\n" * 9)
-
-    def num_after(*events: tuple[str, Event, int]) -> int:
-        told = (event(role, time.time(), number) for role, event, number in events)
-        return len(run.look(*told, num_looks=50))
-
-    assert num_after() == 1 and not run.num_ended_outages, "nothing was refused that has a line"
-    assert num_after(("storage", detected, 0), ("storage", detected, 1), ("storage", recovered, 0)) == 1
-    assert run.num_ended_outages == 1
-    assert num_after(("storage", recovered, 1)) == 2
-    assert num_after(("storage", detected, 2), ("storage", detected, 3), ("storage", recovered, 2)) == 2
-    lost = ("controller", detected, 4), ("controller", recovered, 4)
-    assert num_after(*lost) == 3, "its outage is gone with it"
-
-
-def test_a_disk_that_fails_while_something_waits_has_room_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A checkpoint that is found refused between the look for quiet and the outage is news of it."""
-    monkeypatch.setattr(chaos_injector, "OUTAGE_S", 0.0)
-    run = Watched(tmp_path, planned("storage", Kind.FULL_DISK, pause_share=1.0))
-    monkeypatch.setattr(run.injector, "_pause", lambda seconds: iter([None]))
-    run.list_processes()
-    run.write_steps(1)
-    assert not run.look(num_looks=1), "it waits within the step"
-    assert len(run.look(detected("storage", time.time()))) == 1 == run.num_ended_outages
 
 
 def test_a_fault_within_an_evaluation_waits_for_one(tmp_path: Path, start: Start) -> None:

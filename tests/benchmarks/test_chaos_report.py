@@ -153,16 +153,6 @@ def test_a_loss_while_nobody_looks_after_its_role_may_be_the_controllers() -> No
     assert matches[1].detected == own[1] and extra == [own[2]]
 
 
-def test_what_an_outage_delays_belongs_to_it() -> None:
-    outage = injected(STORAGE, Kind.FULL_DISK, 10.0)
-    events = [detected(STORAGE, 12.0, 0), detected(STORAGE, 20.0, 1)]
-    matches, extra = match([outage], events)
-    assert matches[0].detected == events[0] and not extra
-    early = [detected(STORAGE, 5.0, 0)]
-    matches, extra = match([outage], early)
-    assert matches[0].detected is None and extra == early
-
-
 def test_outages_of_a_disk_that_overlap_are_each_counted() -> None:
     """A checkpoint that the first outage has refused is tried again after the second one."""
     first = injected(STORAGE, Kind.FULL_DISK, 10.0, Moment.CHECKPOINT)
@@ -247,9 +237,7 @@ def test_what_a_fault_costs_is_counted_to_the_next_one() -> None:
     first=st.lists(st.integers(0, 300), min_size=1, max_size=30),
     second=st.lists(st.integers(0, 300), min_size=1, max_size=30),
 )
-def test_the_distance_of_lengths_is_the_mean_of_what_quantiles_differ_by(
-    first: list[int], second: list[int]
-) -> None:
+def test_the_distance_of_lengths_is_that_of_their_quantiles(first: list[int], second: list[int]) -> None:
     # Both samples with as many values, each of them as often: the distance does not change.
     pairs = zip(sorted(first * len(second)), sorted(second * len(first)), strict=True)
     expected = statistics.mean(abs(one - other) for one, other in pairs)

@@ -131,19 +131,6 @@ def test_a_kernel_aligned_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) ->
     assert not any(name.startswith("packed") for name in wrong)
 
 
-@pytest.mark.parametrize(
-    ("known", "expected"),
-    [
-        ("window_size enable_gqa num_splits", {"window_size": (-1, 0), "enable_gqa": True, "num_splits": 1}),
-        ("is_causal", {"is_causal": True}),
-    ],
-)
-def test_older_kernels_get_the_keywords_that_they_know(known: str, expected: dict[str, object]) -> None:
-    scope: dict[str, object] = {}
-    exec(f"def kernel({', '.join(f'{name}=None' for name in known.split())}): pass", scope)
-    assert gpu_probe_kernels.causal_arguments(scope["kernel"]) == expected  # type: ignore[arg-type]
-
-
 @torch.no_grad()
 def test_kernels_take_the_real_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own rules for CUDA tensors, without data: arguments, dtypes, strides. Forward only: autograd

@@ -66,10 +66,8 @@ def test_an_objective_with_sums_as_numbers_passes(folder: Path) -> None:
     ("body", "words"),
     [
         (f"return ({GOOD}).mean(), {{}}", r"shape \[\] on 8 tokens.*must be \[8\]"),
-        (f"return ({GOOD}).mean()", r"returned a Tensor of shape \[\].*\(losses_T, sums\)"),
         (f"return {GOOD}", r"returned a Tensor of shape \[8\].*\(losses_T, sums\)"),
         (f"return {GOOD}, {{}}, 1", r"a tuple of 3.*\(losses_T, sums\)"),
-        (f"return ({GOOD})[:, None], {{}}", r"shape \[8, 1\].*must be \[8\]"),
         (f"return ({GOOD})[row.mask_T], {{}}", r"shape \[7\].*must be \[8\]"),
         ("return 1.0, {}", r"losses are a float"),
         ("return row.mask_T.long(), {}", r"torch\.int64.*floating\-point"),
@@ -129,10 +127,9 @@ def test_a_model_that_is_not_built_yet_comes_with_how_to(
 def test_at_run_time_a_scalar_is_not_broadcast() -> None:
     like_T = torch.zeros(5)
     check_losses((torch.zeros(5), {"objective/x": torch.zeros(())}), like_T=like_T)
-    with pytest.raises(ValueError, match=r"shape \[\] on 5 tokens"):
-        check_losses((torch.zeros(()), {}), like_T=like_T)
-    with pytest.raises(ValueError, match=r"shape \[1\] on 5 tokens"):
-        check_losses((torch.zeros(1), {}), like_T=like_T)
+    for shape in ((), (1,)):
+        with pytest.raises(ValueError, match=rf"shape \[{''.join(map(str, shape))}\] on 5 tokens"):
+            check_losses((torch.zeros(shape), {}), like_T=like_T)
 
 
 OWN = """
@@ -255,21 +252,14 @@ def test_an_advantage_of_ones_own_over_the_batch_sees_all_of_it(folder: Path) ->
 
 def test_the_examples_in_the_docstrings_work(folder: Path) -> None:
     """Each base class shows a complete class of one's own."""
-    families = {
-        "objective": Objective,
-        "corrections": Correction,
-        "aggregation": Aggregation,
-        "kl": KlEstimator,
-        "advantage": Advantage,
-        "filters": Filter,
-    }
-    for part, base in families.items():
+    bases = (Objective, Correction, Aggregation, KlEstimator, Advantage, Filter)
+    parts = ("objective", "corrections", "aggregation", "kl", "advantage", "filters")
+    for part, base in zip(parts, bases, strict=True):
         text = textwrap.dedent(base.__doc__.split("\n", 1)[1])
         code = re.search(r"\n((?:    .*\n|\n)+)", text)
         assert code is not None
-        source = textwrap.dedent(code[1]).replace(
-            "import forgeasync as fa", f"import {base.__module__} as fa"
-        )
+        own_module = f"import {base.__module__} as fa"
+        source = textwrap.dedent(code[1]).replace("import forgeasync as fa", own_module)
         (name,) = re.findall(r"^class (\w+)", source, flags=re.MULTILINE)
         (folder / f"docstring_{part}.py").write_text(source)
         assert problems(f"docstring_{part}.{name}", part) == [], part

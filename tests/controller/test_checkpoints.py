@@ -6,6 +6,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -36,7 +37,7 @@ from forgeasync.weights import (
     WeightLayout,
 )
 from tests.support.config_samples import FACTS
-from tests.support.loops import MAX_STEPS, Fleet, Recorder, Trainer, make_config, make_problem, make_run
+from tests.support.loops import MAX_STEPS, Fleet, Recorder, Trainer, make_config, make_run
 
 STEP_S = 4.0
 
@@ -71,7 +72,7 @@ def run_with(
 ) -> tuple[float, float]:
     """Run to the end; return the number of outages, and the seconds that it took."""
     config = make_config(*overrides)
-    run = make_run(config, trainer=trainer, held_out=[make_problem(10)], recorder=recorder)
+    run = make_run(config, trainer=trainer, recorder=recorder)
     run.checkpoints.folder = tmp_path
     time = VirtualTime()
     time.run(run.run(Fleet()))
@@ -170,18 +171,13 @@ def test_a_last_checkpoint_that_fails_with_room_ends_the_run(tmp_path: Path) -> 
     assert f"the checkpoint of step {MAX_STEPS} cannot be written" in str(raised.value.exceptions)
 
 
-def test_a_run_that_is_told_to_stop_writes_a_checkpoint_also_after_one_that_was_refused(
-    tmp_path: Path,
-) -> None:
+async def test_a_refused_checkpoint_is_written_on_a_stop(tmp_path: Path, virtual_time: VirtualTime) -> None:
     trainer = RefusedTrainer(num_refused=1)
-    run = make_run(make_config(), trainer=trainer, held_out=[make_problem(10)])
+    run = make_run(make_config(), trainer=trainer)
     run.checkpoints.folder = tmp_path
 
-    async def stop() -> None:
-        await run.checkpoints.begin(0)
-        assert await run.checkpoints.write_now() == 0
-
-    VirtualTime().run(stop())
+    await run.checkpoints.begin(0)
+    assert await run.checkpoints.write_now() == 0
     assert steps_of(trainer) == [0, 0]
 
 
@@ -258,10 +254,10 @@ async def test_a_run_told_to_stop_in_the_middle_of_a_step_writes_a_checkpoint_of
             return await super().train_items(rows, step=step)
 
     trainer = SlowTrainer()
-    config = make_config("max_steps=5", "checkpoint.every_steps=null")
-    run = make_run(config, trainer=trainer, held_out=[make_problem(10)])
+    run = make_run(make_config("max_steps=5", "checkpoint.every_steps=null"), trainer=trainer)
     running = asyncio.create_task(run.run(Fleet()))
     await trainer.under_way.wait()
+    run.recorder.elapsed_s = 12.5
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -269,6 +265,7 @@ async def test_a_run_told_to_stop_in_the_middle_of_a_step_writes_a_checkpoint_of
     ((name, run_state),) = trainer.checkpoints
     state = msgspec.json.decode(run_state, type=RunState)
     assert name == "step-00000002" and state.step == state.buffer.trainer_version == 2
+    assert state.elapsed_s == 12.5
 
 
 async def test_a_run_told_to_stop_right_after_a_checkpoint_writes_no_second_one(tmp_path: Path) -> None:
@@ -291,7 +288,7 @@ async def test_a_run_told_to_stop_right_after_a_checkpoint_writes_no_second_one(
 
     trainer = WritingTrainer()
     config = make_config(f"checkpoint.every_steps={MAX_STEPS}", "checkpoint.keep=5")
-    run = make_run(config, trainer=trainer, held_out=[make_problem(10)])
+    run = make_run(config, trainer=trainer)
     run.checkpoints.folder = tmp_path
     await run.run(Fleet())
     assert (tmp_path / f"step-{MAX_STEPS:08d}").is_dir(), "a run waits for its last checkpoint"
@@ -363,28 +360,12 @@ async def _works(folder: Path) -> int:
     return 9
 
 
-async def _refuses(folder: Path) -> int:
-    raise ArithmeticError("export last is refused: lm_head has values that are nan")
-
-
-async def _fails() -> None:
-    raise OSError("no space left for the checkpoint")
+_refuses = AsyncMock(side_effect=ArithmeticError("export last is refused: lm_head has values that are nan"))
 
 
 async def _hangs(*_: object) -> int:
     await asyncio.Event().wait()
     return 0
-
-
-class Checkpoints:
-    """Counts what it is asked for."""
-
-    def __init__(self) -> None:
-        self.num = 0
-
-    async def write(self) -> int:
-        self.num += 1
-        return 9
 
 
 def rescued_run(
@@ -411,7 +392,7 @@ def rescued_run(
     run = SimpleNamespace(
         version=5,
         first_version=4,
-        checkpoints=SimpleNamespace(folder=checkpoints, write_now=checkpoint, finish=_fails),
+        checkpoints=SimpleNamespace(folder=checkpoints, write_now=checkpoint, finish=_refuses),
         config=SimpleNamespace(lora=None, timeouts=TimeoutSection(sigterm_s=sigterm_s)),
         prepared=SimpleNamespace(model_path=source, facts=FACTS),
         serving=SimpleNamespace(ledger=SimpleNamespace(newest=None if staged is None else staged.manifest)),
@@ -440,11 +421,11 @@ def test_what_was_published_takes_its_place(
     stop_signal: signal.Signals | None,
     trainer_failed: bool,
 ) -> None:
-    checkpoints = Checkpoints()
+    checkpoint = AsyncMock()
     sigterm_s = 1.0 if export is _hangs else 60.0
-    rescue = make_rescue(tmp_path, export, staged, checkpoints.write, sigterm_s=sigterm_s)
+    rescue = make_rescue(tmp_path, export, staged, checkpoint, sigterm_s=sigterm_s)
     words = save(rescue, stop_signal, trainer_failed=trainer_failed)
-    assert checkpoints.num == 0, "a trainer that failed is not asked for one"
+    assert not checkpoint.called, "a trainer that failed is not asked for one"
     last = tmp_path / "checkpoints" / "last"
     assert words == f"the weights of step 7, as published, are in {last}"
     found = load_file(last / "model-00001-of-00001.safetensors")
@@ -452,9 +433,7 @@ def test_what_was_published_takes_its_place(
     assert (last / "config.json").exists() and [path.name for path in last.parent.iterdir()] == ["last"]
 
 
-def test_a_trainer_that_is_late_has_saved_its_weights_all_the_same(
-    tmp_path: Path, staged: StagedWeights
-) -> None:
+def test_what_a_late_trainer_has_saved_counts(tmp_path: Path, staged: StagedWeights) -> None:
     """It goes on after its deadline, and is done before what was published is written."""
 
     async def is_late(folder: Path) -> int:
@@ -479,12 +458,12 @@ def test_where_nothing_can_be_saved_the_newest_checkpoint_is_named(tmp_path: Pat
 
 
 def test_sigterm_writes_a_checkpoint_if_there_is_time(tmp_path: Path, staged: StagedWeights) -> None:
-    checkpoints = Checkpoints()
-    words = save(make_rescue(tmp_path, _works, staged, checkpoints.write), signal.SIGTERM)
+    checkpoint = AsyncMock(return_value=9)
+    words = save(make_rescue(tmp_path, _works, staged, checkpoint), signal.SIGTERM)
     assert words.startswith("--resume latest goes on after step 9; the weights of step 9 are in ")
     (tmp_path / "checkpoints" / "last").rmdir()
-    assert save(make_rescue(tmp_path, _works, staged, checkpoints.write), signal.SIGINT).startswith("the w")
-    assert checkpoints.num == 1
+    assert save(make_rescue(tmp_path, _works, staged, checkpoint), signal.SIGINT).startswith("the w")
+    assert checkpoint.call_count == 1
     (tmp_path / "checkpoints" / "last").rmdir()
     rescue = make_rescue(tmp_path, _works, staged)
     words = VirtualTime().run(rescue.save(stop_signal=signal.SIGTERM, trainer_failed=False))

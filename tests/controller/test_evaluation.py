@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apps.grpo import GrpoRun
-from forgeasync.config import Ending, SamplingSection, ScorerSection
+from forgeasync.config import SamplingSection, ScorerSection
 from forgeasync.controller import (
     EvaluationFolder,
     EvaluationSchedule,
@@ -24,7 +23,6 @@ from forgeasync.controller import (
     max_beside,
     prepare_evaluation,
     problem_scores,
-    rollout_record,
     sample_problems,
     summary_table,
     waited_every_steps,
@@ -36,11 +34,9 @@ from forgeasync.rollouts import Score, Task, VerifierCounts, VersionRange, Versi
 from forgeasync.runtime import (
     EndpointResponses,
     GroupScoring,
-    HeldOutRollout,
     SampledResponse,
     ScoredResponses,
     ScoreQueue,
-    Unscored,
     sampled_response,
 )
 from forgeasync.schema import ConfigError
@@ -366,7 +362,6 @@ async def test_every_sample_of_an_endpoint_is_kept_and_counted(tmp_path: Path) -
         await groups.close()
     summary = summarize(problem_scores(rollouts, 3), num_samples=4)
     assert (summary.accuracy.value, summary.num_unscored) == (0.25, 4) and server.most_at_once <= 3
-    assert summary.pass_at[2].value == pytest.approx((5 / 6 + 0.0) / 2)
     episodes = read_episodes(folder.episodes)
     assert sorted((one["problem"], one["sample"]) for one in episodes) == [
         (problem, sample) for problem in range(3) for sample in range(4)
@@ -377,22 +372,5 @@ async def test_every_sample_of_an_endpoint_is_kept_and_counted(tmp_path: Path) -
     wrong = next(one for one in episodes if one["problem"] == 1)
     (branch,) = wrong["episode_record"]["agents"][0]["branches"]
     assert [one["content"] for one in branch] == ["1", "no"]
-    folder.write_summary("served", {"held_out": summary}, wall_s=1.0, warnings=())
-    written = json.loads((folder.path / "summary.json").read_text())
-    assert written["sets"]["held_out"]["num_unscored"] == 4 and "bootstrap" in written["methods"]["score"]
     shown = summary_table({"held_out": summary})
     assert "held_out" in shown and "pass@4" in shown and "of 2 problems" in shown
-
-
-def test_a_rollout_says_how_it_was_sampled() -> None:
-    record = rollout_record(
-        make_task(0),
-        HeldOutRollout(
-            result=Unscored(reason="it hung"),
-            versions=VersionRange(first=2, last=4),
-            ending=Ending.TIMEOUT,
-            num_turns=3,
-        ),
-    )
-    assert (record["ending"], record["versions"], record["num_turns"]) == ("timeout", [2, 4], 3)
-    assert record["unscored"] == "it hung" and record["reward"] is None

@@ -1,102 +1,79 @@
 """A fleet's own logic, with a sampler that answers at once."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
 from forgeasync.algorithms import Loss
 from forgeasync.controller import Fleet
-from forgeasync.rollouts import Score, Step, StoredRollout, Task
+from forgeasync.rollouts import Score, Step, StoredRollout
 from forgeasync.runtime import RefusedGroup, SampledGroup, TeacherFailure, Teaching
 from forgeasync.schema import ConfigError
 from tests.support.loops import make_config, make_prepared, make_problem
 from tests.support.rollouts import make_stored_rollout
 
 
-class Sampler:
-    """Every group has rollouts of seven tokens, scored as it is told."""
-
-    def __init__(self, steps: tuple[Step, ...]) -> None:
-        self._steps = steps
-
-    async def sample(self, group_id: int, task: Task, *, seed: int | None) -> SampledGroup:
-        rollouts = tuple(make_stored_rollout((0, 0, 7), text="right") for _ in range(4))
-        scores = tuple(Score(value=float(index), is_correct=False, steps=self._steps) for index in range(4))
-        return SampledGroup(rollouts=rollouts, scores=scores)
-
-
-@dataclass
-class Teacher:
-    """Writes groups once more, or says why it does not; ``seen`` has the scores that it was given."""
-
-    problem: str | None = None
-    seen: list[Sequence[Score]] = field(default_factory=list)
-    moving = ()
-
-    async def teach(
-        self, group_id: int, task: Task, rollouts: tuple[StoredRollout, ...], scores: Sequence[Score]
-    ) -> tuple[StoredRollout, ...] | TeacherFailure:
-        self.seen.append(scores)
-        if self.problem is not None:
-            return TeacherFailure(problem=self.problem)
-        return tuple(make_stored_rollout((0, 0, 7), text="taught") for _ in rollouts)
+def rollouts_of(text: str) -> tuple[StoredRollout, ...]:
+    return tuple(make_stored_rollout((0, 0, 7), text=text) for _ in range(4))
 
 
 def make_fleet(
-    steps: tuple[Step, ...], freed: list[StoredRollout], teaching: Teaching | Teacher | None = None
+    group: SampledGroup | RefusedGroup, freed: list[StoredRollout], teaching: object = None
 ) -> Fleet:
-    async def free(rollouts: tuple[StoredRollout, ...]) -> None:
-        freed.extend(rollouts)
-
+    """A fleet whose sampler answers with this group."""
     prepared = make_prepared(make_config())
-    generators = SimpleNamespace(free_payloads=free)
-    return Fleet(prepared, None, generators, None, Sampler(steps), teaching or Teaching())  # type: ignore[arg-type]
+    generators = SimpleNamespace(free_payloads=AsyncMock(side_effect=freed.extend))
+    sampler = SimpleNamespace(sample=AsyncMock(return_value=group))
+    return Fleet(prepared, None, generators, None, sampler, teaching or Teaching())  # type: ignore[arg-type]
+
+
+def sampled(*steps: Step) -> SampledGroup:
+    """Rollouts of seven tokens, whose scores have these steps."""
+    scores = tuple(Score(value=float(index), is_correct=False, steps=steps) for index in range(4))
+    return SampledGroup(rollouts=rollouts_of("right"), scores=scores)
+
+
+def teacher(answer: tuple[StoredRollout, ...] | TeacherFailure) -> SimpleNamespace:
+    return SimpleNamespace(moving=(), teach=AsyncMock(return_value=answer))
 
 
 async def test_rewards_of_steps_reach_the_groups_of_a_fleet() -> None:
     freed: list[StoredRollout] = []
-    fleet = make_fleet((Step(end=5, value=1.0),), freed)
+    fleet = make_fleet(sampled(Step(end=5, value=1.0)), freed)
     (group,) = await fleet.sample([make_problem(0)])
     assert group.steps is not None and len(group.steps) == 4
     assert fleet.problems == freed == []
-    (plain,) = await make_fleet((), freed).sample([make_problem(0)])
+    (plain,) = await make_fleet(sampled(), freed).sample([make_problem(0)])
     assert plain.steps is None
 
 
 @pytest.mark.parametrize(
-    ("end", "teacher", "problem"),
-    [(10_000, Teacher(), "has steps that end at"), (5, Teacher(problem="it is gone"), "it is gone")],
+    ("group", "taught", "problem", "num_freed"),
+    [
+        (sampled(Step(end=10_000, value=1.0)), rollouts_of("taught"), "has steps that end at", 4),
+        (sampled(), TeacherFailure(problem="it is gone"), "it is gone", 4),
+        (RefusedGroup(problem=None), rollouts_of("taught"), "group 0: nobody has scored it", 0),
+    ],
 )
 async def test_a_group_that_cannot_train_or_be_taught_is_left_out(
-    end: int, teacher: Teacher, problem: str
+    group: SampledGroup, taught: tuple[StoredRollout, ...] | TeacherFailure, problem: str, num_freed: int
 ) -> None:
     freed: list[StoredRollout] = []
-    fleet = make_fleet((Step(end=end, value=1.0),), freed, teaching=teacher)
+    fleet = make_fleet(group, freed, teaching=teacher(taught))
     assert await fleet.sample([make_problem(0)]) == []
     (words,) = fleet.problems
-    assert problem in words and len(freed) == 4
-
-
-async def test_a_group_that_nobody_scored_is_a_problem_in_words() -> None:
-    class Unscored:
-        async def sample(self, group_id: int, task: Task, *, seed: int | None) -> RefusedGroup:
-            return RefusedGroup(problem=None)
-
-    fleet = Fleet(make_prepared(make_config()), None, None, None, Unscored(), Teaching())  # type: ignore[arg-type]
-    assert await fleet.sample([make_problem(0)]) == []
-    assert fleet.problems == ["group 0: nobody has scored it"]
+    assert problem in words and len(freed) == num_freed
 
 
 async def test_teachers_see_every_group_with_its_scores() -> None:
     """What the generator wrote is freed: what is left is the file with the teacher's record."""
     freed: list[StoredRollout] = []
-    teacher = Teacher()
-    (group,) = await make_fleet((), freed, teaching=teacher).sample([make_problem(0)])
+    teaching = teacher(rollouts_of("taught"))
+    (group,) = await make_fleet(sampled(), freed, teaching=teaching).sample([make_problem(0)])
     assert [one.text for one in group.rollouts] == ["taught"] * 4
     assert [one.text for one in freed] == ["right"] * 4
-    assert teacher.seen == [group.scores]
+    assert teaching.teach.call_args.args[3] == group.scores
 
 
 async def test_a_loss_of_its_own_asks_teachers_for_what_the_config_does() -> None:

@@ -12,7 +12,7 @@ import pytest
 from forgeasync.buffer import START, LostSteps, SkipReason, Submission
 from forgeasync.checkpoints import RUN_FILE, RunState, checkpoint_name
 from forgeasync.config import RunConfig
-from forgeasync.controller import FoundGroups, GroupSpiller, find_groups, groups, remove_others
+from forgeasync.controller import GroupSpiller, find_groups, groups, remove_others
 from forgeasync.rollouts import SUFFIX, Group, PayloadWriter, Score, StoredRollout, file_name, read_spilled
 from forgeasync.runtime import LOCAL_HOST_ID, LocalHost
 from tests.support.buffer_world import make_snapshot, make_task
@@ -30,14 +30,10 @@ class World:
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.config = make_config(KEEP, K, *overrides)
-        self.folder, self.checkpoints, self.shared = (
-            folder / "payloads",
-            folder / "checkpoints",
-            folder / "shm",
-        )
+        self.folder, self.checkpoints, shared = (folder / name for name in ("payloads", "checkpoints", "shm"))
         self.checkpoints.mkdir()
-        self.shared.mkdir()
-        self.writer = PayloadWriter(self.shared, LOCAL_HOST_ID, MIB)
+        shared.mkdir()
+        self.writer = PayloadWriter(shared, LOCAL_HOST_ID, MIB)
         self.told: list[str] = []
         host = LocalHost(LOCAL_HOST_ID, [])
         self.spiller = GroupSpiller(
@@ -94,10 +90,8 @@ async def test_groups_stay_until_a_checkpoint_has_their_step(tmp_path: Path) -> 
         for group in groups:
             world.keep(group)
         await world.until(lambda: world.on_disk() == [0, 1, 2, 3, 4])
-        assert [one.text for one in read_spilled(world.folder / file_name(3)).group.rollouts] == [
-            "3 0",
-            "3 1",
-        ]
+        spilled = read_spilled(world.folder / file_name(3)).group
+        assert [one.text for one in spilled.rollouts] == ["3 0", "3 1"]
         world.spiller.trained(1, groups[:2])
         world.spiller.trained(2, groups[2:3])
         world.spiller.forget([groups[4].group_id])
@@ -113,9 +107,7 @@ async def test_groups_stay_until_a_checkpoint_has_their_step(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("is_host_gone", [True, False])
-async def test_a_group_whose_arrays_are_gone_is_told_and_others_are_kept(
-    tmp_path: Path, is_host_gone: bool
-) -> None:
+async def test_a_group_without_its_arrays_is_told_others_are_kept(tmp_path: Path, is_host_gone: bool) -> None:
     world = World(tmp_path)
     gone, there = world.group(0), world.group(1)
     first, second = gone.rollouts
@@ -135,33 +127,20 @@ async def test_a_group_whose_arrays_are_gone_is_told_and_others_are_kept(
     assert why in world.told[0]
 
 
-async def test_without_checkpoints_groups_that_were_trained_on_go_at_once(tmp_path: Path) -> None:
+async def test_without_checkpoints_groups_that_were_dropped_or_trained_on_go_at_once(tmp_path: Path) -> None:
+    """One that is dropped before its turn is not written."""
     world = World(tmp_path, "checkpoint.every_steps=null")
-
+    groups = [world.group(prompt) for prompt in range(3)]
+    for group in groups:
+        world.keep(group)
+    world.spiller.forget([groups[0].group_id])
     async with world.running():
-        groups = [world.group(prompt) for prompt in range(2)]
-        for group in groups:
-            world.keep(group)
-        await world.until(lambda: world.on_disk() == [0, 1])
-        world.spiller.trained(1, groups[:1])
-        await world.until(lambda: world.on_disk() == [1])
+        await world.until(lambda: world.on_disk() == [1, 2])
+        world.spiller.trained(1, groups[1:2])
+        await world.until(lambda: world.on_disk() == [2])
 
 
-async def test_a_group_that_is_dropped_before_its_turn_is_not_written(tmp_path: Path) -> None:
-    world = World(tmp_path)
-
-    first, second = world.group(0), world.group(1)
-    world.keep(first)
-    world.keep(second)
-    world.spiller.forget([first.group_id])
-    async with world.running():
-        await world.until(lambda: world.on_disk() == [1])
-    assert world.on_disk() == [1]
-
-
-async def test_a_disk_without_room_is_told_once_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_disk_without_room_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for the next checkpoint is not touched."""
     world = World(tmp_path)
     free = 10**5
@@ -213,13 +192,6 @@ async def test_found_groups_are_those_that_are_whole_and_fit(tmp_path: Path) -> 
     ]
     remove_others(world.folder, found.groups)
     assert sorted(path.name for path in world.folder.iterdir()) == [file_name(one) for one in (0, 1, 2)]
-
-
-def test_nothing_is_found_where_nothing_was_kept(tmp_path: Path) -> None:
-    config = make_config()
-    found = find_groups(tmp_path / "payloads", state(config), config, LOST)
-    assert found == FoundGroups() and list(found.messages(2)) == []
-    remove_others(tmp_path / "payloads", ())
 
 
 async def test_groups_of_another_config_or_without_a_ledger_are_sampled_again(tmp_path: Path) -> None:

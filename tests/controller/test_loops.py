@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
-import msgspec
+import numpy as np
 import pytest
 
 from apps.grpo import GrpoRun
@@ -25,8 +26,8 @@ from forgeasync.buffer import (
     Update,
 )
 from forgeasync.checkpoints import RunState
-from forgeasync.config import AgeOf, Interruption, RunConfig
-from forgeasync.controller import FoundGroups, Resumed, start_roles
+from forgeasync.config import AgeOf, Interruption, RunConfig, TeacherSection
+from forgeasync.controller import FoundGroups, Resumed, start_roles, starting
 from forgeasync.environments import Response, TaskOrder, sampling_seed
 from forgeasync.files import Refusal
 from forgeasync.generator import EngineStats
@@ -40,6 +41,9 @@ from forgeasync.rollouts import (
     Step,
     StoredRollout,
     Task,
+    TeacherPrompts,
+    TeacherReads,
+    WithoutPrompt,
 )
 from forgeasync.runtime import (
     CancelledGroup,
@@ -49,6 +53,8 @@ from forgeasync.runtime import (
     ScoredResponses,
     ScoreQueue,
     SwappedReplica,
+    Teacher,
+    Teaching,
 )
 from forgeasync.scoring import AllFiltered, GroupFiltering
 from forgeasync.testing import VirtualTime
@@ -62,7 +68,6 @@ from tests.support.loops import (
     Generators,
     LocalBuffer,
     Recorder,
-    StartingFleet,
     Trainer,
     let_others_run,
     make_config,
@@ -78,7 +83,7 @@ from tests.support.rollouts import make_ref, make_stored_rollout
 
 
 def run_to_the_end(*overrides: str, **parts: object) -> GrpoRun:
-    run = make_run(make_config(*overrides), held_out=[make_problem(10)], **parts)
+    run = make_run(make_config(*overrides), **parts)
     run_loops(run)
     return run
 
@@ -93,7 +98,7 @@ def failure_of(*overrides: str, **parts: object) -> BaseException:
 def run_scored_by(score: Callable[..., Awaitable[ScoredResponses]], recorder: Recorder) -> None:
     """Run to the end with another scorer than ``score_by_text``."""
     config = make_config()
-    run = make_run(config, held_out=[make_problem(10)], recorder=recorder)
+    run = make_run(config, recorder=recorder)
     run.scorer = run.lifecycle._scorer = GroupScoring(ScoreQueue([score], config.scorer), config.scorer)
     run_loops(run)
 
@@ -144,6 +149,7 @@ def test_every_rollout_trains_with_the_advantage_of_its_own_reward() -> None:
         freed = {branch.response.payload_id for rollout in generators.freed for branch in rollout.branches}
         assert all(item.branch.response.payload_id in freed for item in items)
     assert recorder.accuracies == [1.0, 1.0], "before the first step and after the last"
+    assert generators.seeds == [0, 0], "the same draws at every evaluation"
 
 
 STALE = ("max_off_policy_steps=1", "buffer.stale_groups=drop", "buffer.adapt_load=false", "max_steps=6")
@@ -162,13 +168,8 @@ def test_stale_groups_are_cancelled_and_their_prompts_come_again() -> None:
 async def test_other_interruptions_cancel_no_group(interruption: Interruption) -> None:
     """A step that the endless group is missing from never comes: the run is looked at before it."""
     generators, trainer = Generators(endless=(1,)), Trainer()
-    run = make_run(
-        make_config(*STALE, f"weights.interruption={interruption}"),
-        generators=generators,
-        trainer=trainer,
-        held_out=[make_problem(10)],
-    )
-
+    config = make_config(*STALE, f"weights.interruption={interruption}")
+    run = make_run(config, generators=generators, trainer=trainer)
     running = asyncio.create_task(run.run(Fleet()))
     while len(trainer.steps) < 5 and not running.done():
         await asyncio.sleep(0)
@@ -177,47 +178,17 @@ async def test_other_interruptions_cancel_no_group(interruption: Interruption) -
     assert generators.cancelled == []
 
 
-def test_only_a_full_solution_counts_as_solved() -> None:
-    """Rewards 0, 0.3, 0.9, 1.0 and 2.0, one problem each."""
-    generators = Generators()
-    problems = [make_problem(tenths) for tenths in (0, 3, 9, 10, 20)]
-    run = make_run(make_config(), generators=generators, held_out=problems)
-    held_out = asyncio.run(run.evaluations.first())
-    assert held_out.accuracy == pytest.approx(2 / 5)
-    assert held_out.score_mean == pytest.approx(4.2 / 5)
-    assert generators.seeds == [0, 1, 2, 3, 4], "the same draws at every evaluation"
-
-
 @pytest.mark.parametrize("age_of", list(AgeOf))
 def test_the_trainer_rejects_old_tokens_where_ages_are_of_tokens(
     tmp_path: Path, age_of: AgeOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config("max_off_policy_steps=3", f"buffer.age_of={age_of}")
-    fleet = StartingFleet()
-    fleet.install(monkeypatch)
-    asyncio.run(start_roles(config, make_prepared(config), fleet, Recorder.console, RunDir(path=tmp_path)))
-    assert fleet.max_token_age == (3 if age_of is AgeOf.TOKEN else None)
-
-
-def test_what_came_through_ends_a_row_and_age_and_filters_do_not_count() -> None:
-    watch = StarvationDetector(3)
-    for reason in (DropReason.BAD_RECORD, DropReason.BAD_RECORD):
-        watch.given_up(reason, "before")
-    watch.came_through()
-    watch.given_up(DropReason.UNSCORED, "the first")
-    for reason in (*AGE_REASONS, DropReason.FILTERED) * 2:
-        watch.given_up(reason, "no matter")
-    watch.given_up(DropReason.OVERSIZED, "the second")
-    with pytest.raises(NothingTrains) as raised:
-        watch.given_up(DropReason.BAD_RECORD, "the third")
-    assert str(raised.value) == (
-        "3 groups in a row were given up (1 unscored, 1 oversized, 1 bad_record; limit "
-        "buffer.max_given_up_in_a_row = 3); the first: the first"
-    )
-    with pytest.raises(NothingTrains, match="1 groups in a row"):
-        StarvationDetector(1).given_up(DropReason.BAD_RECORD, "at once")
-    with pytest.raises(AssertionError):
-        StarvationDetector(0)
+    start_trainer = AsyncMock(side_effect=ConnectionError)
+    monkeypatch.setattr(starting, "start_trainer", start_trainer)
+    with pytest.raises(ExceptionGroup):
+        asyncio.run(start_roles(config, make_prepared(config), None, Recorder.console, RunDir(path=tmp_path)))
+    (_, setup, _) = start_trainer.call_args.args
+    assert setup.max_token_age == (3 if age_of is AgeOf.TOKEN else None)
 
 
 def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones() -> None:
@@ -232,9 +203,7 @@ def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones() -> 
 @pytest.mark.parametrize(
     ("trainer", "num_steps"), [(Trainer(skipped=(1, 3, 4)), 4), (Trainer(ends_run=2), 2)]
 )
-def test_skipped_steps_in_a_row_or_one_that_is_to_stop_the_run_end_it_and_are_recorded(
-    trainer: Trainer, num_steps: int
-) -> None:
+def test_skipped_steps_that_end_a_run_are_recorded(trainer: Trainer, num_steps: int) -> None:
     recorder = Recorder()
     cause = failure_of("max_steps=5", "trainer.bad_steps.max_in_a_row=2", trainer=trainer, recorder=recorder)
     assert isinstance(cause, BadStepsEndRun)
@@ -299,9 +268,7 @@ def test_whatever_becomes_of_a_group_its_arrays_and_its_reservation_are_freed_on
         "scorer.max_attempts=1",
         "buffer.max_attempts=100",
     )
-    run = make_run(
-        config, generators=generators, trainer=trainer, recorder=recorder, held_out=[make_problem(10)]
-    )
+    run = make_run(config, generators=generators, trainer=trainer, recorder=recorder)
     run_loops(run)
     freed = Counter(rollout.branches[0].response.payload_id for rollout in generators.freed)
     assert freed == Counter(rollout.branches[0].response.payload_id for rollout in generators.written)
@@ -375,7 +342,15 @@ def test_groups_given_up_one_after_another_end_the_run_with_the_first_reason(rea
     words, _, problem = str(cause).partition("; the first: ")
     limit = "limit buffer.max_given_up_in_a_row = 7"
     assert words == f"7 groups in a row were given up (7 {reason}; {limit})"
-    assert problem in recorder.problems and len(recorder.problems) >= 7
+    assert problem == recorder.problems[0] and len(recorder.problems) >= 7
+
+
+def test_losses_to_age_and_to_filters_are_not_given_up_groups() -> None:
+    watch = StarvationDetector(1)
+    for reason in (*AGE_REASONS, DropReason.FILTERED):
+        watch.given_up(reason, "no matter")
+    with pytest.raises(NothingTrains, match="1 groups in a row"):
+        watch.given_up(DropReason.BAD_RECORD, "at once")
 
 
 def test_a_run_that_filters_everything_says_so() -> None:
@@ -433,23 +408,16 @@ async def test_groups_that_became_too_old_are_freed() -> None:
     """While they were scored, and while they waited for the trainer."""
     generators = Generators()
     run = make_run(make_config(), generators=generators)
-    rollouts = [
-        tuple(make_stored_rollout((0, 0, 4), text=str(index)) for index in range(4)) for _ in range(3)
-    ]
-    groups = [
-        Group(group_id=number, draw_id=number, task=make_problem(number), rollouts=rollouts[number])
-        for number in range(3)
-    ]
 
-    async def scored(group_id: int, rewards: object, kept: object, scores: object) -> tuple[Group, ...]:
-        return (groups[group_id],)
+    def make_group(number: int) -> Group:
+        rollouts = (make_stored_rollout((0, 0, 4), text=str(number)),)
+        return Group(group_id=number, draw_id=number, task=make_problem(number), rollouts=rollouts)
 
-    async def committed(trainer_wait_share: float, update: Update) -> Committed:
-        return Committed(cancelled=(), lost=(groups[2],))
-
+    groups = [make_group(number) for number in range(3)]
     for group in groups:
         await run.payloads.reserve(group.group_id)
-    run.buffer.scored, run.buffer.committed = Endpoint(scored), Endpoint(committed)
+    run.buffer.scored = Endpoint(AsyncMock(return_value=(groups[0],)))
+    run.buffer.committed = Endpoint(AsyncMock(return_value=Committed(cancelled=(), lost=(groups[2],))))
     await run.complete(groups[0])
     assert generators.freed == list(groups[0].rollouts)
     await run.lifecycle.free([groups[1]])
@@ -457,23 +425,6 @@ async def test_groups_that_became_too_old_are_freed() -> None:
     await run.lifecycle.commit(batch, trainer_wait_share=0.5, update=Update.MADE)
     assert generators.freed == [rollout for group in groups for rollout in group.rollouts]
     assert run.payloads.state.num_bytes_reserved == 0
-
-
-def test_evaluations_and_checkpoints_come_every_so_many_steps() -> None:
-    trainer, recorder = Trainer(), Recorder()
-    recorder.elapsed_s = 12.5
-    run_to_the_end(
-        "max_steps=7",
-        "evaluation.every_steps=3",
-        "evaluation.mode=pinned",
-        "checkpoint.every_steps=2",
-        trainer=trainer,
-        recorder=recorder,
-    )
-    assert len(recorder.accuracies) == 4, "before the first step, after 3 and 6, and after the last"
-    assert [name for name, _ in trainer.checkpoints] == [f"step-{step:08d}" for step in (2, 4, 6, 7)]
-    states = [msgspec.json.decode(run_state, type=RunState) for _, run_state in trainer.checkpoints]
-    assert [(state.step, state.elapsed_s) for state in states] == [(step, 12.5) for step in (2, 4, 6, 7)]
 
 
 class SlowTrainer(Trainer):
@@ -500,18 +451,11 @@ class SlowGenerators(Generators):
         return await super().stats()
 
 
-def test_the_times_of_a_step_and_of_what_comes_after_it_are_those_of_their_parts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_times_of_a_step_are_those_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch takes 1 s, and at each checkpoint a disk refuses the ledger for 20 s."""
     time, shares, recorder = VirtualTime(), [], Recorder()
-    run = make_run(
-        make_config("max_steps=3", "checkpoint.every_steps=2"),
-        trainer=SlowTrainer(),
-        generators=SlowGenerators(),
-        recorder=recorder,
-        held_out=[make_problem(10)],
-    )
+    config = make_config("max_steps=3", "checkpoint.every_steps=2")
+    run = make_run(config, trainer=SlowTrainer(), generators=SlowGenerators(), recorder=recorder)
     take, committed = run.buffer.take.call_one, run.buffer.committed.call_one
     checkpoint = run.buffer.checkpoint.call_one
 
@@ -528,11 +472,9 @@ def test_the_times_of_a_step_and_of_what_comes_after_it_are_those_of_their_parts
         await asyncio.sleep(20.0)
         return await checkpoint()
 
-    async def refusal() -> Refusal:
-        return Refusal(path="ledger.jsonl", reason="full")
-
     run.buffer.take, run.buffer.committed = Endpoint(slow_take), Endpoint(told)
-    run.buffer.checkpoint, run.buffer.refusal = Endpoint(waits), Endpoint(refusal)
+    run.buffer.checkpoint = Endpoint(waits)
+    run.buffer.refusal = Endpoint(AsyncMock(return_value=Refusal(path="ledger.jsonl", reason="full")))
     clock = SimpleNamespace(perf_counter=time.now_s)
     monkeypatch.setattr("forgeasync.controller.recorder.time", clock)
     time.run(run.run(Fleet()))
@@ -595,36 +537,111 @@ def test_a_resumed_run_makes_lost_steps_again_and_samples_nothing_for_them(tmp_p
     assert not any("," in rollout.text for rollout in generators.freed), "they are in no shared memory"
 
 
-def test_what_is_evaluated_is_served_by_every_generator() -> None:
-    """And what a generator tells of its running groups at a swap reaches the buffer before that."""
+def test_what_a_generator_tells_of_its_running_groups_at_a_swap_reaches_the_buffer() -> None:
     told: list[int] = []
 
-    class Slow(Generators):
-        """The second replica takes its time."""
-
-        async def begin_update(self, replica: int, manifest: Manifest) -> FetchReport:
-            for _ in range(50 * replica):
-                await asyncio.sleep(0)
-            return await super().begin_update(replica, manifest)
-
+    class Telling(Generators):
         async def finish_update(self, replica: int, version: int) -> list[SwappedReplica]:
             progress = (GroupProgress(group_id=replica, version=version, num_running=4, num_tokens=0),)
             (swap,) = await super().finish_update(replica, version)
             report = dataclasses.replace(swap.report, progress=progress)
             return [dataclasses.replace(swap, report=report)]
 
-        async def respond(self, *arguments: object, **keywords: object) -> tuple[SampledResponse, ...]:
-            assert len({version for _, version in zip("ab", self._fetched, strict=True)}) == 1
-            return await super().respond(*arguments, **keywords)
-
     async def progressed(groups: Sequence[GroupProgress]) -> None:
         told.extend(progress.group_id for progress in groups)
 
-    run = make_run(
-        make_config("evaluation.every_steps=1", "evaluation.mode=pinned"),
-        generators=Slow(2),
-        held_out=[make_problem(10)],
-    )
+    run = make_run(make_config(), generators=Telling(2))
     run.buffer.progressed = Endpoint(progressed)
     run_loops(run)
-    assert told == [0, 1] * MAX_STEPS
+    assert sorted(told) == [0] * MAX_STEPS + [1] * MAX_STEPS
+
+
+# --- groups whose teacher reads what was correct ---
+
+WORDS = "no number"
+"""A response that cannot be scored."""
+
+
+class Characters:
+    """Encodes a prompt as its characters."""
+
+    def encode(self, prompt: str) -> np.ndarray:
+        return np.array([ord(one) for one in prompt], np.int32)
+
+    def has_special_text(self, text: str) -> bool:
+        return False
+
+
+class SeenGroups:
+    """A teacher that remembers what it read before which responses, and stores groups anew."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[tuple[str, ...], tuple[str | None, ...]]] = []
+
+    async def teach(
+        self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
+    ) -> tuple[StoredRollout, ...]:
+        shown = tuple(None if isinstance(one, WithoutPrompt) else "".join(map(chr, one)) for one in reads)
+        self.seen.append((tuple(one.text for one in rollouts), shown))
+        return tuple(
+            dataclasses.replace(
+                one, branches=tuple(dataclasses.replace(b, response=make_ref()) for b in one.branches)
+            )
+            for one in rollouts
+        )
+
+
+class SomeUnscored(Generators):
+    """Every fifth group has a response that is no number."""
+
+    async def sample_group(self, group_id: int, *arguments: object, **keywords: object) -> object:
+        rollouts = await super().sample_group(group_id, *arguments, **keywords)  # type: ignore[arg-type]
+        assert isinstance(rollouts, tuple)
+        if group_id % 5 == 1:
+            (branch,) = rollouts[0].branches
+            wrong = dataclasses.replace(branch, text=WORDS)
+            return (dataclasses.replace(rollouts[0], branches=(wrong,)), *rollouts[1:])
+        return rollouts
+
+
+def test_a_group_is_scored_before_its_teacher_sees_it_and_then_trains() -> None:
+    """By the very scores that decided what was shown. What has none is seen by nobody, and freed."""
+    model, trainer, recorder, generators = SeenGroups(), Trainer(), Recorder(), SomeUnscored()
+    teacher = Teacher(
+        name="t",
+        section=TeacherSection(model_path="x", prompt="$sibling|$prompt"),
+        model=model,
+        prompts=TeacherPrompts(encoder=Characters(), max_tokens=100),  # type: ignore[arg-type]
+        room=asyncio.Semaphore(3),
+    )
+    run = make_run(
+        make_config("scorer.max_attempts=1"),
+        generators=generators,
+        trainer=trainer,
+        recorder=recorder,
+        teaching=Teaching({make_problem(0).source: teacher}),
+    )
+    run_loops(run)
+    seen = dict(model.seen)
+    num_without = 0
+    for texts, shown in seen.items():
+        assert WORDS not in texts
+        for index, one in enumerate(shown):
+            others = {text for place, text in enumerate(texts) if place != index and float(text) >= 1.0}
+            assert (one is None) == (not others)
+            assert one is None or one.split("|")[0] in others
+            num_without += one is None
+    counted = recorder.counters[-1]["teacher/num_without_sibling"]
+    assert 0 < counted <= num_without, "a group may have been seen since the last step"
+    assert len(recorder.batches) == MAX_STEPS
+    for batch in recorder.batches:
+        for group in batch.groups:
+            texts = tuple(one.text for one in group.rollouts)
+            assert texts in seen and list(group.rewards or ()) == [float(text) for text in texts]
+    freed = [one.text for one in generators.freed]
+    assert WORDS in freed
+    # Once as the generator stored it, once as the teacher did.
+    for item in trainer.steps[0]:
+        assert freed.count(item.branch.text) == 2

@@ -368,6 +368,7 @@ def test_only_the_newest_bad_batches_are_kept(tmp_path: Path) -> None:
 
 def test_held_out_problems_without_a_score_are_named(recording: Recording) -> None:
     held_out = HeldOutScores(num_correct=0, score_sum=0.0, num_scored=0, num_unscored=3)
+    assert "none of 3 responses" in str(held_out)
     line = recording.record(1, held_out=held_out)
     assert line["eval/num_unscored"] == 3 and "eval/accuracy" not in line
     assert "3 held-out problems were not scored" in recording.printed.getvalue()

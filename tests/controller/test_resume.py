@@ -109,9 +109,7 @@ def kill_at_once(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def test_a_controller_that_was_killed_leaves_nothing_to_the_next_start(
-    tmp_path: Path, started: Start
-) -> None:
+def test_a_killed_controller_leaves_nothing_to_the_next_start(tmp_path: Path, started: Start) -> None:
     config = tiny_config(tmp_path).model_copy(update={"run_dir": str(tmp_path)})
     run_dir = RunDir(path=tmp_path)
     assert take_over(config) == [] and not list(tmp_path.iterdir()), "no run was there"
@@ -137,9 +135,7 @@ def test_a_controller_that_was_killed_leaves_nothing_to_the_next_start(
     assert os.environ[RUN_MARK] == json.loads(run_dir.lock.read_text())["mark"] != mark
 
 
-def test_a_run_that_ended_in_order_is_no_fault_and_leaves_nothing_either(
-    tmp_path: Path, started: Start
-) -> None:
+def test_a_run_that_ended_in_order_is_no_fault(tmp_path: Path, started: Start) -> None:
     config = tiny_config(tmp_path).model_copy(update={"run_dir": str(tmp_path)})
     run_dir = RunDir(path=tmp_path)
     run_dir.claim()

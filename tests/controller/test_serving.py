@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -25,7 +26,6 @@ from tests.support.loops import (
     let_others_run,
     make_config,
     make_manifest,
-    make_problem,
     make_run,
     run_loops,
 )
@@ -50,13 +50,8 @@ class HeldTrainer(Trainer):
 
 def test_the_next_step_is_made_while_a_version_is_staged_and_publishes_after_it() -> None:
     trainer, generators, recorder = HeldTrainer(), Generators(2), Recorder()
-    run = make_run(
-        make_config("max_off_policy_steps=2", "max_steps=4"),
-        trainer=trainer,
-        generators=generators,
-        recorder=recorder,
-        held_out=[make_problem(10)],
-    )
+    config = make_config("max_off_policy_steps=2", "max_steps=4")
+    run = make_run(config, trainer=trainer, generators=generators, recorder=recorder)
 
     async def body() -> None:
         await let_others_run()
@@ -77,7 +72,7 @@ def test_the_next_step_is_made_while_a_version_is_staged_and_publishes_after_it(
 
 def test_without_age_a_step_waits_until_the_version_before_is_served() -> None:
     trainer = HeldTrainer()
-    run = make_run(make_config("max_off_policy_steps=0"), trainer=trainer, held_out=[make_problem(10)])
+    run = make_run(make_config("max_off_policy_steps=0"), trainer=trainer)
 
     async def body() -> None:
         for version in range(1, MAX_STEPS + 1):
@@ -91,13 +86,8 @@ def test_without_age_a_step_waits_until_the_version_before_is_served() -> None:
 
 def test_an_evaluation_waits_until_its_version_is_staged() -> None:
     trainer, recorder = HeldTrainer(), Recorder()
-    run = make_run(
-        make_config("max_off_policy_steps=2", "evaluation.every_steps=1", "evaluation.mode=pinned"),
-        trainer=trainer,
-        generators=Generators(2),
-        recorder=recorder,
-        held_out=[make_problem(10)],
-    )
+    config = make_config("max_off_policy_steps=2", "evaluation.every_steps=1", "evaluation.mode=pinned")
+    run = make_run(config, trainer=trainer, recorder=recorder)
 
     async def body() -> None:
         for version in range(1, MAX_STEPS + 1):
@@ -123,7 +113,7 @@ def test_a_failure_ends_the_run(has_begun: bool) -> None:
             raise failure
 
     trainer = Failing()
-    run = make_run(make_config("max_off_policy_steps=2"), trainer=trainer)
+    run = make_run(make_config("max_off_policy_steps=2"), trainer=trainer, held_out=())
     with pytest.raises(ExceptionGroup) as caught:
         run_loops(run)
     assert root_cause(caught.value) is failure
@@ -164,21 +154,10 @@ async def publish(run: GrpoRun, trainer: Trainer) -> None:
     await run.serving.publish()
 
 
-async def test_what_was_fetched_by_half_is_not_swapped_in() -> None:
-    generators = Generators(2, is_complete=lambda host, number: host == 0 or number == 3)
-    recorder = Recorder()
-    async with serving(generators, recorder) as (run, trainer):
-        await publish(run, trainer)
-        await run.serving.until_served(1)
-    assert generators.num_fetches == [1, 4]
-    assert [fetched.is_complete for fetched in recorder.fetches].count(False) == 3
-    assert generators.swapped == [(0, 1), (1, 1)]
-
-
 def test_a_fetch_that_succeeds_makes_up_for_those_before() -> None:
     """Four fail, one succeeds, version by version: that is never five in a row."""
     generators = Generators(is_complete=lambda replica, number: number % 5 == 4)
-    run = make_run(make_config(), generators=generators, held_out=[make_problem(10)])
+    run = make_run(make_config(), generators=generators)
     run_loops(run)
     assert generators.num_fetches == [5 * MAX_STEPS]
     assert generators.swapped == [(0, version) for version in range(1, MAX_STEPS + 1)]
@@ -188,11 +167,7 @@ async def test_a_version_counts_as_served_once_every_generator_has_it() -> None:
     generators = HeldGenerators(2, 1)
     told: list[int] = []
     async with serving(generators) as (run, trainer):
-
-        async def set_served_version(version: int) -> None:
-            told.append(version)
-
-        run.buffer.set_served_version = Endpoint(set_served_version)
+        run.buffer.set_served_version = Endpoint(AsyncMock(side_effect=told.append))
         await publish(run, trainer)
         served = asyncio.create_task(run.serving.until_served(1))
         await let_others_run()
@@ -268,10 +243,8 @@ class World:
 
 @asynccontextmanager
 async def world_of(source: TeacherSource, num_engines: int = 1) -> AsyncIterator[World]:
-    async def nothing(*told: object) -> None:
-        return None
-
-    buffer = SimpleNamespace(progressed=Endpoint(nothing), set_served_version=Endpoint(nothing))
+    nothing = Endpoint(AsyncMock(return_value=None))
+    buffer = SimpleNamespace(progressed=nothing, set_served_version=nothing)
     async with generators_of(("a", "a")) as generators, generators_of(("a",) * num_engines) as engines:
         teacher = MovingTeacher(name="t", source=source, router=engines.router)
         trainer = VersionedTrainer()

@@ -10,7 +10,7 @@ from forgeasync.controller import stall_monitor
 from forgeasync.observability import Role
 from forgeasync.runtime import LOCAL_HOST_ID, stalls
 from forgeasync.trainer import StepResult
-from tests.support.loops import Console, Fleet, Recorder, Trainer, make_config, make_problem, make_run
+from tests.support.loops import Console, Fleet, Recorder, Trainer, make_config, make_run
 from tests.support.standing_still import CALL, standing_still
 
 FLOOR_S = 0.5
@@ -50,8 +50,7 @@ class ToldConsole(Console):
 def start(trainer: Trainer, console: Console) -> GrpoRun:
     recorder = Recorder()
     recorder.console = console
-    config = make_config("max_steps=4")
-    return make_run(config, trainer=trainer, recorder=recorder, held_out=[make_problem(10)])
+    return make_run(make_config("max_steps=4"), trainer=trainer, recorder=recorder)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The command that evaluates, as a user starts it: with engines of ours, and against a server of others."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.app_runs import REPOSITORY, finish, write_tiny_run
+from tests.support.app_runs import finish, finish_well, start, write_tiny_run
 from tests.support.chat_server import Reply, completion, error, serving
-from tests.support.tiers import Starts, starts
 
 ENVIRONMENT = "tests.support.environments.KeepsAndFails"
 
@@ -23,18 +21,8 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_run(tmp_path_factory.mktemp("evaluate"), "evaluation.num_problems=6", scale=8.0)
 
 
-@starts(Starts.PROCESSES)
-def evaluate(config_file: Path, *arguments: str) -> tuple[int, str, str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "apps.evaluate", "--config", str(config_file), *arguments],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    return finish(process)
+def run_evaluation(config_file: Path, *arguments: str) -> subprocess.Popen[str]:
+    return start(config_file, *arguments, app="apps.evaluate")
 
 
 def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -54,17 +42,16 @@ def test_episodes_run_against_a_server_of_others(config_file: Path, tmp_path: Pa
         return error(400, "no such thing") if "= 3" in number else completion("right")
 
     with serving(answer) as server:
-        code, out, err = evaluate(
+        process = run_evaluation(
             config_file,
-            "--base-url",
-            server.url,
+            f"--base-url={server.url}",
             "--samples=2",
             f"--out={tmp_path / 'out'}",
             "model.path=/nowhere",
             "episodes={num_workers: 1, max_attempts: 2}",
             with_environment(refused=3),
         )
-    assert code == 0, err
+        out = finish_well(process)
     summary, episodes = read(tmp_path / "out")
     assert (summary["num_problems"], summary["num_samples"], summary["num_unscored"]) == (6, 2, 2)
     assert summary["accuracy"]["value"] == summary["pass_at"]["2"]["value"] == 1.0
@@ -84,8 +71,7 @@ def test_episodes_run_against_a_server_of_others(config_file: Path, tmp_path: Pa
 @pytest.mark.exhaustive
 def test_a_folder_is_evaluated_by_engines_of_ours(config_file: Path, tmp_path: Path) -> None:
     """Single responses; without a trainer everything is of version 0."""
-    code, _, err = evaluate(config_file, "--samples=4", f"--out={tmp_path / 'out'}")
-    assert code == 0, err
+    finish_well(run_evaluation(config_file, "--samples=4", f"--out={tmp_path / 'out'}"))
     summary, episodes = read(tmp_path / "out")
     assert summary["num_unscored"] == 0 and set(summary["pass_at"]) == {"1", "2", "4"}
     assert len(episodes) == 24 and all(one["versions"] == [0, 0] for one in episodes)
@@ -96,14 +82,8 @@ def test_a_folder_is_evaluated_by_engines_of_ours(config_file: Path, tmp_path: P
 
 @pytest.mark.exhaustive
 def test_episodes_of_engines_of_ours(config_file: Path, tmp_path: Path) -> None:
-    code, _, err = evaluate(
-        config_file,
-        "--samples=2",
-        f"--out={tmp_path / 'out'}",
-        "episodes.num_workers=1",
-        with_environment(refused=99),
-    )
-    assert code == 0, err
+    overrides = ("episodes.num_workers=1", with_environment(refused=99))
+    finish_well(run_evaluation(config_file, "--samples=2", f"--out={tmp_path / 'out'}", *overrides))
     summary, episodes = read(tmp_path / "out")
     assert summary["num_unscored"] == 0 and len(episodes) == 12
     assert all(one["versions"] == [0, 0] and one["num_turns"] == 2 for one in episodes)
@@ -113,17 +93,10 @@ def test_episodes_of_engines_of_ours(config_file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_an_evaluation_without_any_score_fails_and_keeps_what_there_is(
-    config_file: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_without_any_score_fails(config_file: Path, tmp_path: Path) -> None:
     with serving(lambda body: error(400, "no such thing")) as server:
-        code, _, err = evaluate(
-            config_file,
-            f"--base-url={server.url}",
-            "--endpoint-model=x",
-            f"--out={tmp_path / 'out'}",
-            "model.path=/nowhere",
-        )
+        arguments = (f"--base-url={server.url}", "--endpoint-model=x", f"--out={tmp_path / 'out'}")
+        code, _, err = finish(run_evaluation(config_file, *arguments, "model.path=/nowhere"))
     assert code == 1 and "no response was scored" in err
     summary, episodes = read(tmp_path / "out")
     assert summary["accuracy"] is None and summary["num_unscored"] == len(episodes) == 6

@@ -1,7 +1,5 @@
 """A run whose controller is killed goes on with the groups that were finished, and samples none again."""
 
-import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -16,9 +14,11 @@ from tests.support.app_runs import (
     NEVER_ENDING,
     check_ledger,
     finish,
+    finish_well,
     read_lines,
     session_processes,
     start,
+    wait_until_shown,
     write_tiny_run,
 )
 
@@ -32,13 +32,14 @@ def events_of(ledger: Path) -> list[AnyEvent]:
     return [lines.read(line) for line in ledger.read_bytes().split(b"\n")[:-1]]
 
 
-def kill_everything(pid: int) -> None:
+def kill_everything(process: subprocess.Popen[str]) -> None:
     """Kill the controller, and wait until nothing of its run is left."""
-    os.kill(pid, signal.SIGKILL)
+    process.kill()
     end_s = time.monotonic() + DEADLINE_S
-    while session_processes(pid):
+    while session_processes(process.pid):
         assert time.monotonic() < end_s, "processes outlive their controller"
         time.sleep(0.1)
+    finish(process)
 
 
 def texts_on_disk(run_dir: Path) -> dict[int, set[str]]:
@@ -62,17 +63,12 @@ def steps_after(events: list[AnyEvent], step: int) -> dict[int, set[int]]:
     return {one.step: set(one.prompts) for one in events if isinstance(one, Trained) and one.step > step}
 
 
-def run_until_two_steps_would_be_lost(process: subprocess.Popen[str], run_dir: Path) -> None:
+def would_two_steps_be_lost(run_dir: Path) -> bool:
     """Past a checkpoint, with the groups of the first step after it on the disk."""
-    end_s = time.monotonic() + DEADLINE_S
-    while True:
-        if step := newest_checkpoint(run_dir):
-            lost = steps_after(events_of(run_dir / "ledger.jsonl"), step)
-            if 2 <= len(lost) <= EVERY // 2 and lost[step + 1] <= texts_on_disk(run_dir).keys():
-                return
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end_s, "no two steps after a checkpoint"
-        time.sleep(0.02)
+    if not (step := newest_checkpoint(run_dir)):
+        return False
+    lost = steps_after(events_of(run_dir / "ledger.jsonl"), step)
+    return 2 <= len(lost) <= EVERY // 2 and lost[step + 1] <= texts_on_disk(run_dir).keys()
 
 
 @pytest.mark.exhaustive
@@ -89,9 +85,8 @@ def test_a_killed_controller_goes_on_with_its_finished_groups(tmp_path: Path) ->
     run_dir = tmp_path / "run"
     ledger, metrics = run_dir / "ledger.jsonl", run_dir / "metrics.jsonl"
     process = start(file, f"run_dir={run_dir}", NEVER_ENDING)
-    run_until_two_steps_would_be_lost(process, run_dir)
-    kill_everything(process.pid)
-    finish(process)
+    wait_until_shown(lambda: would_two_steps_be_lost(run_dir), process)
+    kill_everything(process)
     first_step, before, on_disk = newest_checkpoint(run_dir), events_of(ledger), texts_on_disk(run_dir)
     lost = steps_after(before, first_step)
     assert lost, "steps that are lost with the processes"
@@ -100,20 +95,14 @@ def test_a_killed_controller_goes_on_with_its_finished_groups(tmp_path: Path) ->
     finished = on_disk.keys() - ended
 
     process = start(file, f"run_dir={run_dir}", NEVER_ENDING, "--resume", "latest")
-    end_s = time.monotonic() + DEADLINE_S
-    while not any(isinstance(one, Resumed) for one in events_of(ledger)):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
-    kill_everything(process.pid)
-    finish(process)
+    wait_until_shown(lambda: any(isinstance(one, Resumed) for one in events_of(ledger)), process)
+    kill_everything(process)
     assert texts_on_disk(run_dir).keys() >= finished
 
     num_steps = max(lost) + NUM_MORE
     before = events_of(ledger)
     process = start(file, f"run_dir={run_dir}", f"max_steps={num_steps}", "--resume", "latest")
-    code, out, err = finish(process, deadline_s=600.0)
-    assert code == 0, err
+    out = finish_well(process, deadline_s=600.0)
     after = events_of(ledger)[len(before) :]
     (resumed,) = (one for one in after if isinstance(one, Resumed))
     assert resumed.step == first_step

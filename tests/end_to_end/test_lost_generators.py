@@ -1,50 +1,30 @@
 """A run whose generators are killed and stopped, one after the other, makes all of its steps."""
 
-import json
 import os
 import signal
-import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.app_runs import NEVER_ENDING, check_open_ledger, finish, read_lines, start, write_tiny_run
+from forgeasync.controller import newest_step
+from tests.support.app_runs import (
+    NEVER_ENDING,
+    check_open_ledger,
+    finish,
+    pid_of,
+    read_lines,
+    start,
+    wait_until_shown,
+    write_tiny_run,
+)
 
 LIMIT_S = 600.0
 
 
-class Run:
-    """The files of a run that goes on."""
-
-    def __init__(self, run_dir: Path, process: subprocess.Popen[str]) -> None:
-        self.run_dir = run_dir
-        self.process = process
-
-    def until(self, is_reached: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + LIMIT_S
-        while not is_reached():
-            assert self.process.poll() is None, "the run has ended"
-            assert time.monotonic() < end_s, is_reached
-            time.sleep(0.1)
-
-    def num_steps(self) -> int:
-        file = self.run_dir / "metrics.jsonl"
-        return len(file.read_text().splitlines()) - 1 if file.exists() else 0
-
-    def until_more_steps(self, count: int) -> None:
-        wanted = self.num_steps() + count
-        self.until(lambda: self.num_steps() >= wanted)
-
-    def pid(self, rank: int) -> int:
-        processes = json.loads((self.run_dir / "procs.json").read_text())["procs"]
-        return next(one["pid"] for one in processes if (one["role"], one["rank"]) == ("generator", rank))
-
-    def events(self, event: str) -> list[dict[str, object]]:
-        file = self.run_dir / "faults.jsonl"
-        lines = read_lines(file) if file.exists() else []
-        return [line for line in lines if line["event"] == event]
+def events_of(run_dir: Path, event: str) -> list[dict[str, object]]:
+    file = run_dir / "faults.jsonl"
+    lines = read_lines(file) if file.exists() else []
+    return [line for line in lines if line["event"] == event]
 
 
 @pytest.mark.exhaustive
@@ -62,26 +42,33 @@ def test_generators_are_killed_and_stopped_and_nothing_is_lost(tmp_path: Path) -
         "evaluation.every_steps=100000",
         "logging.rollouts_per_step=100",
     )
-    run = Run(run_dir, process)
+
+    def until_more_steps(count: int) -> None:
+        wanted = newest_step(run_dir / "metrics.jsonl") + count
+        wait_until_shown(lambda: newest_step(run_dir / "metrics.jsonl") >= wanted, process, limit_s=LIMIT_S)
+
+    def until_recovered(count: int) -> None:
+        wait_until_shown(lambda: len(events_of(run_dir, "recovered")) == count, process, limit_s=LIMIT_S)
+
     try:
-        run.until(lambda: run.num_steps() >= 3)
-        killed, stopped = run.pid(0), run.pid(1)
+        until_more_steps(3)
+        killed, stopped = (pid_of(run_dir, "generator", rank) for rank in (0, 1))
         os.kill(killed, signal.SIGKILL)
-        run.until(lambda: len(run.events("recovered")) == 1)
-        assert run.pid(0) != killed
-        run.until_more_steps(3)
+        until_recovered(1)
+        assert pid_of(run_dir, "generator", 0) != killed
+        until_more_steps(3)
         os.kill(stopped, signal.SIGSTOP)
-        run.until(lambda: len(run.events("recovered")) == 2)
-        run.until_more_steps(3)
+        until_recovered(2)
+        until_more_steps(3)
     finally:
         # The run ends in order, and whatever has happened leaves nothing behind.
         process.send_signal(signal.SIGTERM)
         _, _, err = finish(process)
-    assert [event["what"] for event in run.events("detected")] == [
+    assert [event["what"] for event in events_of(run_dir, "detected")] == [
         "has died",
         "has not answered for generator.heartbeat_s = 8 s",
     ], err
-    died, stood_still = run.events("detected")
+    died, stood_still = events_of(run_dir, "detected")
     assert "evidence" not in died and "the controller waits in GrpoRun." in str(stood_still["evidence"])
     _, *steps = read_lines(run_dir / "metrics.jsonl")
     last = steps[-1]

@@ -11,7 +11,7 @@ import pytest
 
 from forgeasync.files import RUN_MARK
 from forgeasync.processes import marked_processes
-from tests.support.app_runs import check_ledger, finish, read_lines, start, wait_for_step, write_tiny_run
+from tests.support.app_runs import check_ledger, finish_well, read_lines, start, wait_for_step, write_tiny_run
 from tests.support.families import write_process_reward_model
 
 NUM_STEPS = 4
@@ -42,8 +42,7 @@ def test_a_run_trains_on_rewards_of_steps_and_outlives_their_engine(tmp_path: Pa
     wait_for_step(run_dir, process)
     (engine,) = engines_of(run_dir)
     os.kill(engine.pid, signal.SIGKILL)
-    code, _, err = finish(process)
-    assert code == 0, err
+    finish_well(process)
     _, *lines = read_lines(run_dir / "metrics.jsonl")
     assert len(lines) == NUM_STEPS
     for line in lines:

@@ -14,7 +14,7 @@ from examples.agents.model import write_model
 from examples.agents.repositories import main as write_repositories
 from forgeasync.config import check_without_model, load_config
 from forgeasync.environments import build_source
-from tests.support.app_runs import REPOSITORY, finish, read_lines, start
+from tests.support.app_runs import REPOSITORY, finish_well, read_lines, start
 
 KINDS = ("game", "mcp", "coding")
 
@@ -53,8 +53,7 @@ def test_a_shipped_config_runs_through_all_rooms(
     more = [*overrides, "max_steps=2", f"run_dir={run_dir}", "logging.rollouts_per_step=100"]
     if kind == "coding":
         more.append(f"data.source.path={repositories / 'records.jsonl'}")
-    code, out, err = finish(start(config_file(kind), *more))
-    assert code == 0, err
+    out = finish_well(start(config_file(kind), *more))
     assert "environment ready" in out
     _, *steps = read_lines(run_dir / "metrics.jsonl")
     assert [line["step"] for line in steps] == [1, 2]

@@ -124,22 +124,9 @@ def test_eighty_columns_hold_what_is_worth_most() -> None:
     without = make_line(step=7, **{"eval/accuracy": None}).format(60, MAX_COLUMNS)
     assert wide.index("batch 1.2s") == without.index("batch 1.2s"), "columns are aligned"
     assert "eval" not in without
-
-
-def test_wide_lines_show_what_the_optimizer_does_and_narrow_ones_do_not() -> None:
-    """Columns that a line has without these numbers stay, whatever its width."""
     values = {"loss": -0.00123, "policy/entropy": 1.2345, "grad_norm": 12.5, "learning_rate": 1.5e-6}
-    line, without = make_line(step=7, **values), make_line(step=7, **dict.fromkeys(values))
-    shown = "loss  -0.00123  entropy  1.234  grad     12.5  lr 1.5e-06"
-    assert shown in line.format(60, MAX_COLUMNS) and "batch 1.2s" in line.format(60, MAX_COLUMNS)
-    for num_columns in range(20, 200):
-        wide, plain = (one.format(60, num_columns) for one in (line, without))
-        assert len(wide) <= num_columns
-        if num_columns <= 80:
-            assert wide == plain
-        else:
-            assert re.sub(r"  (loss|entropy|grad|lr) +\S+", "", wide) == plain
-    assert "loss" in line.format(60, 130) and "lr" not in line.format(60, 130)
+    of_optimizer = "loss  -0.00123  entropy  1.234  grad     12.5  lr 1.5e-06"
+    assert of_optimizer in make_line(step=7, **values).format(60, MAX_COLUMNS)
 
 
 # --- a pipe ---
@@ -219,13 +206,6 @@ def test_set_up_and_evaluation_show_their_name_and_no_steps() -> None:
     text = shown(show)
     assert "starting the trainer" in text and "evaluating version 0" in text and "3/8" in text
     assert "ETA" not in text and "0/60" not in text and "training" not in text
-
-
-@pytest.mark.parametrize("num_columns", [60, 80, 200])
-def test_a_wide_terminal_shows_more(num_columns: int) -> None:
-    line = make_line(step=1)
-    text = shown(lambda console: console.step(line), num_columns=num_columns)
-    assert line.format(60, min(num_columns, MAX_COLUMNS)) in text.splitlines()
 
 
 @given(

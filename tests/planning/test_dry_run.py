@@ -1,4 +1,4 @@
-"""The dry-run table: counted parameters, the mesh, memory and bounds; no GPU."""
+"""The dry-run table: counted parameters, the mesh, memory, times and bounds; no GPU."""
 
 import io
 import json
@@ -16,16 +16,17 @@ from forgeasync.controller import check_plan
 from forgeasync.models import SHIPPED_MODELS, check_config, parse_model_facts, read_model_facts
 from forgeasync.planning import (
     Machine,
+    TimeTerm,
     TrainerMemory,
     count_parameters,
     dry_run_report,
     generator_memory,
     generator_parameters_per_rank,
-    host_memory,
     memory_plan,
     memory_table,
     trainer_memory,
     trainer_parameters_per_rank,
+    weight_times,
 )
 from forgeasync.schema import ConfigError
 from tests.support.chat import PICKY, make_tokenizer
@@ -92,13 +93,10 @@ def test_shipped_shapes_are_torchtitans(name: str, flavor: str, num_parameters: 
     assert layer.moe.routed_experts.inner_experts.hidden_dim == facts.expert_hidden_size
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_counts_of_a_tiny_model(tied: bool) -> None:
-    sizes = {"num_hidden_layers": 3, "vocab_size": 64, "moe_intermediate_size": 32}
-    facts = parse_model_facts(HF_CONFIG | sizes | {"tie_word_embeddings": tied}, "tiny")
-    counts = count_parameters(facts)
-    assert counts.experts == 3 * 8 * 3 * 64 * 32
-    assert counts.vocabulary == 64 * 64 and counts.vocabulary_tensors == (1 if tied else 2)
+def test_counts_of_a_tiny_model() -> None:
+    sizes = {"num_hidden_layers": 3, "vocab_size": 64}
+    counts = count_parameters(parse_model_facts(HF_CONFIG | sizes, "tiny"))
+    assert counts.vocabulary == 64 * 64 and counts.vocabulary_tensors == 2
     assert counts.replicated == 3 * (2 * 32 + 2 * 64 + 8 * 64) + 64
 
 
@@ -148,13 +146,6 @@ def test_memory_follows_the_config(config: RunConfig, facts: ModelFacts) -> None
     assert generator["KV cache"] == 36 * 2**30
     assert generator["weights"] == 2 * generator_parameters_per_rank(config, facts, counts)
     assert "shadow weights" not in generator
-    host = sizes(host_memory(config, facts, Machine.GPU))
-    assert host["staging buffers, all ranks"] == 2 * 2 * counts.total
-    assert host["trainer snapshots, all ranks"] >= 2 * 12 * counts.total
-    without = load_config(CONFIG_FILE, ["trainer.recovery.snapshot_every_steps=null"])
-    assert "trainer snapshots, all ranks" not in sizes(host_memory(without, facts, Machine.GPU))
-    small = load_config(CONFIG_FILE, ["payload.capacity_gib=2.5"])
-    assert sizes(host_memory(small, facts, Machine.GPU))["payload store"] == 2.5 * 2**30
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -207,70 +198,49 @@ EPISODES = "episodes={num_workers: 3, max_live_per_worker: 32}; sandbox={kind: b
 SERVERS = "{a: {kind: stdio, command: [x]}, b: {kind: http, url: 'http://h'}}"
 
 
+CODING = f"environment={{kind: coding}}; {EPISODES}"
+MCP = f"environment={{kind: mcp, servers: {SERVERS}}}; {EPISODES}"
+RATE = "max_steps=400; trainer.optimizer"
+
+
 @pytest.mark.parametrize(
-    ("name", "overrides", "rows"),
+    ("overrides", "row"),
     [
-        (
-            "qwen3_30b_a3b",
-            f"environment={{kind: coding}}; {EPISODES}",
-            [
-                r"CPU processes +│ +6 │ controller, scorer, buffer, 3 environment workers",
-                r"boxes +│ +1 │ for every live episode; sandbox.kind bubblewrap, up to 512 MiB",
-                r"live episodes +│ +<= 96 │ coding; 3 workers x episodes.max_live_per_worker",
-            ],
-        ),
-        (
-            "qwen3_30b_a3b",
-            f"environment={{kind: mcp, servers: {SERVERS}}}; {EPISODES}",
-            [r"MCP servers +│ +2 │ for every live episode; started 1, reached over HTTP 1"],
-        ),
-        *(
-            ("qwen3_30b_a3b", f"max_steps=400; trainer.optimizer.{change}", [rf"│ learning rate +│.*{words}"])
-            for change, words in (
-                ("warmup_steps=0", "from step 1 on, of 400"),
-                ("decay_steps=[200, 500]", "falls to 0 from step 200 to 500"),
-                ("warmup_steps=401", "never reached: of 401 warm-up steps the run makes 400"),
-            )
-        ),
-        *(
-            ("qwen3_30b_a3b", overrides, [rf"sampling mask +│ +{words}"])
-            for overrides, words in (
-                ("seed=0", "not needed │ temperature 1, nothing is cut"),
-                ("sampling.temperature=0.7", "not needed │ temperature 0.7, nothing is cut"),
-                (
-                    "sampling.top_p=0.9; sampling.top_k=50",
-                    "recorded │ sampling.top_k = 50, sampling.top_p = 0.9",
-                ),
-                (
-                    "sampling.min_p=0.1; trainer.keep_sampling_mask=false",
-                    "not recorded │ sampling.min_p = 0.1, and trainer.keep_sampling_mask is false",
-                ),
-            )
-        ),
-        ("qwen3_30b_a3b", "max_off_policy_steps=0", ["strictly synchronous"]),
-        *(
-            (
-                name,
-                "seed=0",
-                [
-                    rf"hosts, trainer +│ +{num_trainer} │ assumed, of 8 GPUs; 8 processes each",
-                    rf"hosts, generators +│ +{num_generators} │ assumed, of 8 GPUs; {replicas} each",
-                    "configs/launchers/ssh.yaml",
-                ],
-            )
-            for name, num_trainer, num_generators, replicas in (
-                ("qwen3_235b_a22b", 8, 16, "1 replicas of 8"),
-                ("qwen3_30b_a3b", 2, 2, "4 replicas of 2"),
-                ("qwen3_32b", 2, 2, "2 replicas of 4"),
-            )
-        ),
+        (CODING, r"CPU processes +│ +6 │ controller, scorer, buffer, 3 environment workers"),
+        (CODING, r"boxes +│ +1 │ for every live episode; sandbox.kind bubblewrap, up to 512 MiB"),
+        (CODING, r"live episodes +│ +<= 96 │ coding; 3 workers x episodes.max_live_per_worker"),
+        (MCP, r"MCP servers +│ +2 │ for every live episode; started 1, reached over HTTP 1"),
+        (f"{RATE}.warmup_steps=0", r"learning rate +│.*from step 1 on, of 400"),
+        (f"{RATE}.decay_steps=[200, 500]", r"learning rate +│.*falls to 0 from step 200 to 500"),
+        (f"{RATE}.warmup_steps=401", r"learning rate +│.*never reached: of 401 warm-up steps .* 400"),
+        ("seed=0", r"sampling mask +│ +not needed │ temperature 1, nothing is cut"),
+        ("sampling.temperature=0.7", r"sampling mask +│ +not needed │ temperature 0.7, nothing is cut"),
+        ("sampling.top_p=0.9; sampling.top_k=50", r"mask +│ +recorded │ .*top_k = 50, sampling.top_p = 0.9"),
+        ("sampling.min_p=0.1; trainer.keep_sampling_mask=false", r"mask +│ +not recorded │ .*min_p = 0.1"),
+        ("max_off_policy_steps=0", "strictly synchronous"),
     ],
 )
-def test_the_plan_says_what_follows_from_the_config(name: str, overrides: str, rows: list[str]) -> None:
-    config = load_config(CONFIGS / f"{name}.yaml", overrides.split("; "))
+def test_the_plan_says_what_follows_from_the_config(facts: ModelFacts, overrides: str, row: str) -> None:
+    text = render(load_config(CONFIG_FILE, overrides.split("; ")), facts)
+    assert re.search(row, text), text
+
+
+@pytest.mark.parametrize(
+    ("name", "num_trainer", "num_generators", "replicas"),
+    [
+        ("qwen3_235b_a22b", 8, 16, "1 replicas of 8"),
+        ("qwen3_30b_a3b", 2, 2, "4 replicas of 2"),
+        ("qwen3_32b", 2, 2, "2 replicas of 4"),
+    ],
+)
+def test_hosts_that_no_launcher_names_are_assumed(
+    name: str, num_trainer: int, num_generators: int, replicas: str
+) -> None:
+    config = load_config(CONFIGS / f"{name}.yaml")
     text = render(config, read_model_facts(config.model.path))
-    for row in rows:
-        assert re.search(row, text), text
+    assert re.search(rf"hosts, trainer +│ +{num_trainer} │ assumed, of 8 GPUs; 8 processes each", text), text
+    assert re.search(rf"hosts, generators +│ +{num_generators} │ assumed, of 8 GPUs; {replicas} each", text)
+    assert "configs/launchers/ssh.yaml" in text
 
 
 def test_a_config_for_cpus_and_one_for_a_host_are_planned_on_this_machine(facts: ModelFacts) -> None:
@@ -291,12 +261,62 @@ def test_the_template_of_a_model_that_is_there_is_checked(tmp_path: Path, overri
     """Without starting the run: its tokenizer lies beside its config.json."""
     make_tokenizer(PICKY).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps(HF_CONFIG | {"vocab_size": 128}))
-    overrides = [
-        f"model.path={tmp_path / 'model'}",
-        f"run_dir={tmp_path / 'run'}",
-        "data.chat_template=true",
-    ]
+    paths = [f"model.path={tmp_path / 'model'}", f"run_dir={tmp_path / 'run'}"]
+    overrides = [*paths, "data.chat_template=true"]
     check_plan(minimal_config(*overrides))
     with pytest.raises(ConfigError) as refused:
         check_plan(minimal_config(*overrides, override))
     assert words in str(refused.value)
+
+
+# --- times of a version ---
+
+VERSION = 30_532_122_624 * 2
+"""Bytes of Qwen3-30B-A3B in bfloat16, by the size that its model card gives: 30.5 billion parameters."""
+
+
+def terms(*overrides: str) -> dict[str, TimeTerm]:
+    config = load_config(["configs/qwen3_30b_a3b.yaml"], list(overrides))
+    return {term.name: term for term in weight_times(config, read_model_facts(config.model.path))}
+
+
+HOSTS = (
+    "trainer.parallel.num_procs=16",
+    "generator.num_replicas=8",
+    "generator.tensor_parallel=2",
+    "launcher.kind=process",
+    "launcher.hosts.trainer=2",
+    "launcher.hosts.generators=2",
+)
+
+
+def test_a_version_crosses_the_network_once_for_each_generator_host() -> None:
+    found = terms(*HOSTS)
+    assert found["publish: copy"].seconds == pytest.approx(VERSION / 16 / 50e9, rel=0.01)
+    # Two hosts receive all of it; two send half of it to each of them.
+    assert found["fetch: network"].seconds == pytest.approx(VERSION / 50e9, rel=0.01)
+    (lonely,) = [terms(*HOSTS, "launcher.hosts.trainer=1")["fetch: network"]]
+    assert lonely.seconds == pytest.approx(2 * VERSION / 50e9, rel=0.01)
+    assert "out of a trainer host" in lonely.how
+    # Four replicas a host share the checking.
+    assert found["fetch: checksums"].seconds == pytest.approx(VERSION / 4 / 15e9, rel=0.01)
+
+
+def test_pauses_by_route() -> None:
+    found = terms(*HOSTS)
+    per_gpu = VERSION / 2
+    # Eight GPUs of a host together take more than the host's memory gives.
+    assert found["pause, shadow: host"].seconds == pytest.approx(8 * per_gpu / 300e9, rel=0.01)
+    assert "(weights.shadow)" in found["pause, shadow: host"].how
+    assert found["pause, shadow: device"].seconds == pytest.approx(2 * per_gpu / 3.35e12, rel=0.01)
+    # 48 layers of 128 experts of 3 matrices, 4 of attention, a router and 4 norms, embedding, head, norm.
+    assert found["pause, reloading"].seconds == pytest.approx(2 * (48 * (128 * 3 + 9) + 3) * 0.0005)
+    device = terms(*HOSTS, "weights.shadow=device")
+    assert "(weights.shadow)" in device["pause, shadow: device"].how
+    assert device["stage"].seconds > 4 * found["stage"].seconds, "each replica stages all of it"
+
+
+def test_adapters_that_are_served_have_no_swap_in_the_model() -> None:
+    found = terms(*HOSTS, "lora.rank=16", "lora.alpha=32", "lora.targets=[q_proj]")
+    assert set(found) == {"publish: copy", "publish: checksums", "fetch: network", "fetch: checksums"}
+    assert found["fetch: network"].seconds < 0.1

@@ -112,9 +112,7 @@ def test_shared_memory_holds_weights_snapshots_and_payloads(
         (("trainer.recovery.snapshot_every_steps=1",), 33 + 48, "48 GiB for snapshots of the trainer"),
     ],
 )
-def test_a_run_on_gpus_is_refused_where_the_host_lacks_memory(
-    overrides: tuple[str, ...], needed_gib: int, named: str
-) -> None:
+def test_the_host_of_gpus_needs_memory_too(overrides: tuple[str, ...], needed_gib: int, named: str) -> None:
     run = minimal_config(
         "payload.capacity_gib=1",
         "trainer.recovery.snapshot_every_steps=null",

@@ -1,17 +1,50 @@
-"""The memory plan of a trainer against what its ranks allocate, item by item and in sum."""
+"""The memory plan against what trainer ranks, engines, their files and payloads take."""
 
 import dataclasses
 import math
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from forgeasync.config import BiasedRouting, LatentAttention, ModelFacts, load_config
-from forgeasync.models import num_adapter_parameters
-from forgeasync.planning import Machine, count_parameters, host_memory, step_moments, trainer_memory
+from forgeasync.config import BiasedRouting, LatentAttention, ModelFacts, RunConfig, load_config
+from forgeasync.models import (
+    build_tokenizer,
+    largest_group_payload_bytes,
+    num_adapter_parameters,
+    read_model_facts,
+    save_tokenizer,
+)
+from forgeasync.planning import (
+    Machine,
+    count_parameters,
+    generator_memory,
+    group_payload_bytes,
+    host_memory,
+    step_moments,
+    trainer_memory,
+)
+from forgeasync.rollouts import (
+    CaptureSpec,
+    FinishReason,
+    KeptTokens,
+    PayloadWriter,
+    Rollout,
+    RoutedExperts,
+    VersionSpan,
+    encode_group,
+)
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import build_meta_model
 from tests.support.config_samples import CONFIGS, FACTS, SMOLLM2
+from tests.support.engines import start_engine
 from tests.support.measured_memory import Case, measure
-from tests.support.processes import run_ranks
+from tests.support.processes import run_alone, run_ranks
+from tests.support.weight_service import FolderPublisher
 
 TOLERANCE = 0.1
 
@@ -138,9 +171,131 @@ def test_adapters_are_counted_and_the_base_model_is_frozen() -> None:
     assert "merged weights, each replica" not in {item.name for item in served}
 
 
-def test_a_penalty_on_moving_away_takes_a_second_model() -> None:
-    kl = "algorithm.kl={estimator: k3, coefficient: 0.01}"
-    case = _case(TINY, kl, "trainer.parallel={num_procs: 2, expert: 1}")
-    plan = trainer_memory(case.config, TINY, count_parameters(TINY), Machine.CPU)
-    always = {item.name: item.num_bytes for item in plan.always}
-    assert always["reference model"] == always["parameters"]
+# --- engines, their files and payloads ---
+
+
+def small_engine(*changes: str) -> RunConfig:
+    changes = ("generator.max_num_seqs=8", "generator.max_num_batched_tokens=256", *changes)
+    return load_config(CONFIGS / "tiny_moe_cpu.yaml", list(changes))
+
+
+def write_smollm2(folder: Path) -> Path:
+    """A random model of SmolLM2-135M's shape."""
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        num_hidden_layers=30,
+        hidden_size=576,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        intermediate_size=1536,
+        vocab_size=49152,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        dtype=torch.float32,
+    )
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    save_tokenizer(build_tokenizer(["0123456789+=#"]), folder)
+    return folder
+
+
+def _worker_bytes(worker: Any) -> dict[str, int]:
+    """By item of the plan; every storage counts once."""
+
+    def total(tensors: list[torch.Tensor]) -> int:
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values())
+
+    runner, weights = worker.model_runner, worker._weights
+    return {
+        "weights": total(list(runner.get_model().parameters())),
+        "KV cache": total(list(runner.kv_caches)),
+        "shadow weights": total([*weights._shadows.values(), weights._scratch]),
+    }
+
+
+async def _measure_engine(folder: Path, out: Path, config: RunConfig, facts: ModelFacts) -> dict[str, int]:
+    """Bytes of an engine of one process, and of the files that bring it a version."""
+    engine = await start_engine(
+        folder,
+        config.generator,
+        config.weights,
+        records=CaptureSpec(routing=facts.num_experts > 0, kept_tokens=False),
+    )
+    try:
+        publisher = FolderPublisher(folder, out)
+        receive_buffer = out / "receive-buffer"
+        receiver = await publisher.connect(engine, receive_buffer)
+        await receiver.begin(publisher.stage(1, 1, load_file(folder / "model.safetensors")))
+        await receiver.stage()
+        await receiver.finish()
+        (worker,) = await engine.between_steps(lambda core: core.collective_rpc(_worker_bytes))
+        staged = sum(map(_allocated, publisher.buffers.paths))
+        received = _allocated(receive_buffer)
+        return worker | {"staging buffers, all ranks": staged, "receive buffer, each host": received}
+    finally:
+        engine.shutdown()
+
+
+def _allocated(path: Path) -> int:
+    return path.stat().st_blocks * 512
+
+
+@pytest.mark.parametrize("name", ["tiny", pytest.param("smollm2", marks=pytest.mark.exhaustive)])
+def test_an_engine_allocates_what_was_planned(name: str, tmp_path: Path) -> None:
+    write = {"tiny": write_tiny_model, "smollm2": write_smollm2}[name]
+    folder = write(tmp_path / "hf")
+    facts = read_model_facts(str(folder))
+    config = small_engine("generator.kv_cache_gib=0.05")
+    measured = run_alone(_measure_engine, folder, tmp_path, config, facts)
+    items = [*generator_memory(config, facts, count_parameters(facts), Machine.CPU)]
+    items += host_memory(config, facts, Machine.CPU)
+    planned = {item.name: item.num_bytes for item in items}
+    assert {name: planned[name] for name in measured} == pytest.approx(measured, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("has_environment", [False, True])
+@pytest.mark.parametrize("has_experts", [True, False])
+def test_a_group_takes_what_was_planned(has_experts: bool, has_environment: bool, tmp_path: Path) -> None:
+    """Responses as long as can be, kept sets of top_k tokens, one record of the prompt for all.
+
+    Episodes fill the context after a prompt of one token, and one token between their turns is given.
+    """
+    config = small_engine(*(["environment={kind: python, factory: a.B}"] if has_environment else []))
+    folder = write_tiny_model(tmp_path / "hf", num_experts=8, top_k=2)
+    facts = read_model_facts(str(folder))
+    if not has_experts:
+        facts = dataclasses.replace(facts, num_experts=0, top_k=0, num_dense_layers=facts.num_layers)
+    context = config.model.max_context_length
+    response = context - 1 if has_environment else config.sampling.max_response_tokens
+    prompt = context - response
+    is_sampled_T = np.arange(response) != 5 if has_environment else None
+    rng = np.random.default_rng(0)
+
+    def record(first: int) -> RoutedExperts | None:
+        if not has_experts:
+            return None
+        num_tokens = prompt + response
+        ids_SMK = rng.integers(0, 8, (num_tokens, facts.num_moe_layers, 2)).astype(np.uint8)
+        ids_SMK[:prompt] = first
+        return RoutedExperts.from_rows(ids_SMK, num_tokens=num_tokens, num_experts=8)
+
+    rollouts = [
+        Rollout(
+            prompt_ids_P=np.zeros(prompt, np.int32),
+            response_ids_T=rng.integers(0, 8, response).astype(np.int32),
+            logprobs_T=np.zeros(response, np.float32),
+            version_spans=(VersionSpan(version=0, start=0, end=response),),
+            text="",
+            finish_reason=FinishReason.LENGTH,
+            routed_experts=record(1),
+            kept_tokens=KeptTokens.from_rows([list(range(config.sampling.top_k))] * response, vocab_size=30),
+            is_sampled_T=is_sampled_T,
+        )
+        for _ in range(config.algorithm.group_size)
+    ]
+    payload = encode_group(rollouts)
+    assert len(payload.prompts) == 1
+    writer = PayloadWriter(tmp_path, "host", 2**30)
+    writer.write_group([*payload.prompts, *payload.responses])
+    assert group_payload_bytes(config, facts) == pytest.approx(writer.num_bytes_held, rel=TOLERANCE)
+    assert writer.num_bytes_held <= largest_group_payload_bytes(config, facts)

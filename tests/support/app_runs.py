@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import psutil
 
 from forgeasync.buffer import verify
 from forgeasync.config import dump_config, load_config
+from forgeasync.controller import newest_step
 from forgeasync.observability import METRICS, undefined
 from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.processes import send_signal
@@ -63,6 +65,13 @@ def finish(process: subprocess.Popen[str], *, deadline_s: float = DEADLINE_S) ->
     return process.returncode, out, err
 
 
+def finish_well(process: subprocess.Popen[str], *, deadline_s: float = DEADLINE_S) -> str:
+    """Wait for the end of a run that is to end well; what it has printed."""
+    code, out, err = finish(process, deadline_s=deadline_s)
+    assert code == 0, err
+    return out
+
+
 @starts(Starts.PROCESSES)
 def run_here(*arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of the command where it starts nothing and ends at once."""
@@ -92,6 +101,13 @@ def _words(process: psutil.Process) -> str:
 def controller_of(run_dir: Path) -> int:
     """Process id of a run's controller: a warm one is not the process that was started."""
     return json.loads((run_dir / "procs.json").read_text())["controller"]
+
+
+def pid_of(run_dir: Path, role: str, rank: int) -> int:
+    """Process id of one of a run's processes at this moment."""
+    listed = json.loads((run_dir / "procs.json").read_text())["procs"]
+    (pid,) = [one["pid"] for one in listed if (one["role"], one["rank"]) == (role, rank)]
+    return pid
 
 
 def session_processes(session: int) -> list[psutil.Process]:
@@ -143,13 +159,19 @@ def _checked(run_dir: Path) -> Any:
     return verdict
 
 
-def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    metrics = run_dir / "metrics.jsonl"
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
+def wait_until_shown(
+    is_shown: Callable[[], bool], process: subprocess.Popen[str], *, limit_s: float = DEADLINE_S
+) -> None:
+    """Wait until the files of a run show something; the run has to go on until then."""
+    end_s = time.monotonic() + limit_s
+    while not is_shown():
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no step was made"
-        time.sleep(0.2)
+        assert time.monotonic() < end_s, is_shown
+        time.sleep(0.02)
+
+
+def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
+    wait_until_shown(lambda: newest_step(run_dir / "metrics.jsonl") > 0, process)
 
 
 def write_tiny_run(folder: Path, *overrides: str, scale: float = 1.0) -> Path:

@@ -9,10 +9,8 @@ import functools
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
-from unittest.mock import AsyncMock
 
 import numpy as np
-import pytest
 
 from apps.grpo import GrpoRun
 from forgeasync.buffer import (
@@ -30,8 +28,8 @@ from forgeasync.buffer import (
     Resumed,
     Update,
 )
-from forgeasync.config import RunConfig, SamplingSection, TimeoutSection
-from forgeasync.controller import Prepared, Roles, RunFiles, StepRecord, StepTimes, problem_sets, starting
+from forgeasync.config import RunConfig, SamplingSection
+from forgeasync.controller import Prepared, Roles, RunFiles, StepRecord, StepTimes, problem_sets
 from forgeasync.environments import Response
 from forgeasync.files import JsonLines
 from forgeasync.generator import EngineStats, SwapReport
@@ -59,7 +57,7 @@ from forgeasync.runtime import (
     SwappedReplica,
     Teaching,
 )
-from forgeasync.trainer import StepResult, TrainerSetup, TrainingItem
+from forgeasync.trainer import StepResult, TrainingItem
 from forgeasync.waiting import Monitor
 from forgeasync.weights import FetchReport, Manifest
 from tests.support.buffer_world import make_task
@@ -511,33 +509,6 @@ class Fleet:
         await asyncio.Event().wait()
 
 
-class StartingFleet:
-    """Starts nothing, and remembers what the trainer was asked to leave out."""
-
-    def __init__(self) -> None:
-        self.max_token_age: int | None = None
-        self.faults = FaultLog()
-
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Start these instead of processes."""
-
-        def trainer(manager: object, setup: TrainerSetup, timeouts: TimeoutSection) -> Trainer:
-            self.max_token_age = setup.max_token_age
-            return Trainer()
-
-        starts = {
-            "start_generators": AsyncMock(return_value=Generators()),
-            "start_scorer": AsyncMock(side_effect=lambda manager, config: make_scoring(config)),
-            "start_buffer": AsyncMock(side_effect=lambda manager, config, *ledger: LocalBuffer(config)),
-            "start_environment": AsyncMock(return_value=None),
-            "start_trainer": AsyncMock(side_effect=trainer),
-            "TrainerRecovery": lambda *setup, trainer, **more: trainer,
-            "connect_weights": AsyncMock(return_value=[]),
-        }
-        for name, start in starts.items():
-            patch.setattr(starting, name, start)
-
-
 def make_problem(number: int) -> Task:
     """Its prompt is its number."""
     return dataclasses.replace(make_task(number), prompt=str(number))
@@ -598,13 +569,14 @@ def make_run(
     generators: Generators | None = None,
     trainer: Trainer | None = None,
     recorder: Recorder | None = None,
-    held_out: Sequence[Task] = (),
+    held_out: Sequence[Task] | None = None,
     sets: Mapping[str, list[Task]] | None = None,
     groups: GroupSampler | None = None,
     teaching: Teaching | None = None,
 ) -> GrpoRun:
-    """A run whose loops are the real ones."""
-    prepared, buffer = make_prepared(config, held_out, sets), LocalBuffer(config)
+    """A run whose loops are the real ones; without ``held_out`` that is one problem, always solved."""
+    prepared = make_prepared(config, [make_problem(10)] if held_out is None else held_out, sets)
+    buffer = LocalBuffer(config)
     return GrpoRun(
         config,
         prepared,

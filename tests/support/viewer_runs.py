@@ -2,9 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp.test_utils import TestClient, TestServer
 
@@ -26,8 +26,6 @@ from forgeasync.observability import METRICS, Alive, Changed, Facts, Line, Opene
 from forgeasync.plugins.viewer import RunReader, application
 from tests.support.ledgers import ledger_text, opened
 
-T = TypeVar("T")
-
 STEP_S = 2.0
 """Seconds of every step."""
 
@@ -41,24 +39,15 @@ def read(folder: Path) -> RunReader:
     return reader
 
 
-def with_client(runs: Sequence[RunReader], question: Callable[[TestClient], Awaitable[T]]) -> T:
-    """Return what a question finds out from a server of these runs."""
-
-    async def ask() -> T:
-        async with TestClient(TestServer(application(runs))) as client:
-            return await question(client)
-
-    return asyncio.run(ask())
-
-
 def asked(runs: Sequence[RunReader], path: str, **headers: str) -> tuple[int, Any]:
     """Return the status and the JSON that a server of these runs answers."""
 
-    async def question(client: TestClient) -> tuple[int, Any]:
-        response = await client.get(path, headers=headers)
-        return response.status, await response.json()
+    async def ask() -> tuple[int, Any]:
+        async with TestClient(TestServer(application(runs))) as client:
+            response = await client.get(path, headers=headers)
+            return response.status, await response.json()
 
-    return with_client(runs, question)
+    return asyncio.run(ask())
 
 
 def write_run(

@@ -140,3 +140,18 @@ def test_a_draining_engine_starts_nothing_until_its_swap() -> None:
     engine.add(made_group(1, [20]).sequences)
     play(clock)
     assert [one.spans for one in ended] == [[(0, 20)], [(1, 20)]]
+
+
+# --- the clock ---
+
+
+def test_canceled_events_do_not_run_and_events_of_one_time_keep_their_order() -> None:
+    clock = Clock()
+    seen = []
+    for name in "abc":
+        event = clock.after(1.0, lambda name=name: seen.append(name))
+        if name == "b":
+            event.cancel()
+    clock.after(0.5, lambda: seen.append("first"))
+    play(clock)
+    assert seen == ["first", "a", "c"] and clock.now_s == 1.0

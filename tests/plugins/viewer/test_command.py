@@ -25,21 +25,22 @@ def test_the_status_is_a_line_of_json_for_a_run(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.startswith("a: unknown (has no run.lock)\n  step 2 of 2, last written ")
 
 
-def test_a_folder_of_no_run_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 2
-    assert "refused: " in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["none", "file", "empty"])
+def test_a_folder_of_no_run_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / name)]) == 2
+    said = capsys.readouterr().err
+    assert "refused: " in said and "must be the folder of a run" in said
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        "a --json",
-        "a b --perfetto x",
-        "a --perfetto x --status",
-        "a --port 65536",
-        "a --port x",
-        "a --no-traces",
-        "",
+        *("", "a --json", "a --no-traces", "a --port 65536", "a --port x"),
+        *("a b --perfetto x", "a --perfetto x --status"),
     ],
 )
 def test_what_does_not_go_together_is_refused(given: str) -> None:
@@ -76,6 +77,18 @@ def test_a_port_that_is_taken_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         port = other.getsockname()[1]
         assert main([str(write_run(tmp_path / "a", num_steps=1)), "--port", str(port)]) == 2
     assert f"refused: --port = {port}: is taken" in capsys.readouterr().err
+
+
+def test_traces_are_left_unread_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "a", num_steps=1)
+    (folder / "logs").mkdir()
+    (folder / "logs" / "x.trace.jsonl").write_text("no trace\n")
+
+    def problems(*more: str) -> list[str]:
+        assert main([str(folder), "--status", "--json", *more]) == 0
+        return json.loads(capsys.readouterr().out)["problems"]
+
+    assert len(problems()) == 1 and problems("--no-traces") == []
 
 
 def test_the_recorded_run_can_be_read_by_this_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.buffer import Opened
-from forgeasync.plugins.viewer import NoRun, RunReader, status_lines, status_of
+from forgeasync.plugins.viewer import RunReader, status_lines, status_of
 from tests.support.ledgers import ledger_text
-from tests.support.viewer_runs import STEP_S, asked, read, write_run
+from tests.support.viewer_runs import STEP_S, asked, metrics_of, read, write_run
 
 FILES = ("metrics.jsonl", "ledger.jsonl", "rollouts.jsonl", "faults.jsonl")
 
@@ -117,6 +117,15 @@ def test_a_run_on_another_machine_is_taken_to_go_on(folder: Path) -> None:
     assert (status["life"], status["left_s"]) == ("elsewhere", 6 * STEP_S)
 
 
+def test_a_verdict_leaves_out_the_last_steps_of_a_run_that_samples_ahead(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "made", num_steps=30)
+    lines = [metrics_of(step) | {"generator/busy_s": 2 * STEP_S * step} for step in range(1, 31)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with (folder / "config.yaml").open("a") as file:
+        file.write("max_off_policy_steps: 8\nbuffer: {max_groups: 72}\nalgorithm: {groups_per_step: 24}\n")
+    assert "(last 17 steps)" in status_of(read(folder))["verdict"][0]
+
+
 def test_times_of_lines_are_those_of_the_steps_around_them(run: Path) -> None:
     reader = read(run)
 
@@ -129,14 +138,6 @@ def test_times_of_lines_are_those_of_the_steps_around_them(run: Path) -> None:
     assert 3 * STEP_S < times(6)["sampled"] < times(6)["scored"] < 4 * STEP_S
     # The groups of the next step have started; no step is behind them.
     assert times(12)["submitted"] < 6 * STEP_S
-
-
-@pytest.mark.parametrize("name", ["none", "file", "empty"])
-def test_a_folder_of_no_run_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(NoRun, match="must be the folder of a run"):
-        RunReader(tmp_path / name)
 
 
 def test_what_another_version_has_written_is_said(folder: Path) -> None:

@@ -77,11 +77,9 @@ async def test_pages_of_groups_follow_each_other(runs: list[RunReader]) -> None:
     ("path", "status", "words"),
     [
         ("/api/nothing", 404, "there is no /api/nothing; there are runs"),
-        ("/nothing.js", 404, "there is no /nothing.js"),
         ("/../apps/view.py", 404, "Not Found"),
         ("/%2e%2e%2fserver.py", 404, "there is no"),
         ("/api/group", 400, "group is missing; must be a whole number from 0"),
-        ("/api/group?group=-1", 400, "group = '-1'; must be a whole number from 0"),
         ("/api/group?group=99", 404, "group = 99: no line read so far names it"),
         ("/api/group?group=1&group=2", 400, "group is given 2 times"),
         ("/api/group?group=1&run=3", 400, "run = '3'; must be a whole number from 0 to 2"),
@@ -89,7 +87,6 @@ async def test_pages_of_groups_follow_each_other(runs: list[RunReader]) -> None:
         ("/api/groups?reason=x", 400, "reason = 'x'; must be one of stale"),
         ("/api/groups?limit=100000", 400, "limit = '100000'; must be a whole number from 0 to 200"),
         ("/api/rollout?number=9999", 404, "there is no rollout 9999; those read so far are 0 to 19"),
-        ("/api/lanes?width=1e9", 400, "width = '1e9'; must be a whole number"),
         ("/api/lanes?first=-1", 400, "first = '-1'; must be a whole number"),
     ],
 )

@@ -81,15 +81,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     assert tokens(run)["worst"] == []
 
 
-@pytest.mark.parametrize(
-    "branches",
-    [
-        1,
-        [{}],
-        [1],
-        [{"num_tokens": 4, "positions": [0], "pieces": 3}],
-    ],
-)
+@pytest.mark.parametrize("branches", [1, [{}], [1], [{"num_tokens": 4, "positions": [0], "pieces": 3}]])
 def test_damage_is_said(tmp_path: Path, branches: object) -> None:
     line = tokens_of(2, 2, 1, PIECES) | {"branches": branches}
     assert "damaged" in tokens(make(tmp_path, line))["problem"]

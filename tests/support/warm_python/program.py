@@ -3,7 +3,6 @@
 import atexit
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -41,23 +40,14 @@ def main() -> None:
             atexit.register(print, "at exit")
             threading.Thread(target=lambda: (time.sleep(0.2), print("thread ended"))).start()
             vars(json)["kept"] = Collected()
-        case "text":
-            sys.exit("what went wrong")
-        case "error":
-            raise RuntimeError("what went wrong")
-        case "interrupted":
-            signal.raise_signal(signal.SIGINT)
         case "exit":
             sys.exit(int(rest[0]))
-        case "signal":
-            os.kill(os.getpid(), int(rest[0]))
         case "write":
             os.write(int(rest[0]), b"kept")
         case "starts":
             print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
             time.sleep(600)
         case "wait":
-            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(17))
             print("waits", flush=True)
             time.sleep(600)
 

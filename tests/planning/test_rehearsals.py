@@ -1,12 +1,15 @@
-"""The rule by which a config becomes a rehearsal: legal, of the same topology, and small."""
+"""Rehearsals: the rule that makes one of a config, its tiny model, and what it says was exercised."""
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forgeasync.config import (
     Dtype,
@@ -17,7 +20,6 @@ from forgeasync.config import (
     ModelFacts,
     ParallelSection,
     ProcessLauncher,
-    PythonReward,
     RunConfig,
     SshLauncher,
     check_gpus,
@@ -26,21 +28,35 @@ from forgeasync.config import (
     named_sources,
 )
 from forgeasync.environments import Response
-from forgeasync.models import FAMILIES, SHIPPED_MODELS, check_config, parse_model_facts, read_model_facts
+from forgeasync.models import (
+    FAMILIES,
+    NUM_CHARACTER_TOKENS,
+    SHIPPED_MODELS,
+    character_tokenizer,
+    check_checkpoint_shapes,
+    check_config,
+    parse_model_facts,
+    read_model_facts,
+)
+from forgeasync.observability import RunDir
 from forgeasync.planning import (
     GENERATED,
     GIB,
     Capacity,
     Rehearsal,
     Stage,
+    Verdict,
+    findings,
     largest_part,
     needed_bytes,
     rehearsed,
     score,
     small_facts,
+    write_model,
 )
-from forgeasync.rollouts import FinishReason, Task
+from forgeasync.rollouts import FinishReason, PromptEncoder, Task
 from forgeasync.schema import ConfigError
+from forgeasync.testing import tiny_config
 from tests.support.config_samples import CONFIGS, FACTS, minimal_config
 from tests.support.families import VARIANTS
 
@@ -298,14 +314,11 @@ def test_any_legal_layout_has_a_legal_rehearsal(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("num_kv_heads", "trainer_ranks", "engine_ranks", "heads"),
     [
-        (8, 1, 1, (2, 4)),
         (8, 1, 4, (4, 8)),
-        (8, 1, 8, (8, 16)),
         (8, 4, 2, (4, 8)),
         # An engine of more ranks than heads repeats them.
         (4, 2, 8, (2, 8)),
         (4, 4, 16, (4, 16)),
-        (32, 2, 4, (4, 4)),
         (1, 1, 4, (1, 4)),
     ],
 )
@@ -323,12 +336,10 @@ def test_heads_are_divided_and_repeated_as_in_the_model(
     ("num_experts", "parallel", "engine_ranks", "experts"),
     [
         (128, ParallelSection(num_procs=4, expert=2), 1, (8, 2)),
-        (128, ParallelSection(num_procs=16, expert=8), 1, (16, 4)),
         (60, ParallelSection(num_procs=4, expert=4), 1, (12, 3)),
         (60, ParallelSection(num_procs=1), 5, (10, 2)),
         # Fewer experts than ranks: each expert is sharded.
         (8, ParallelSection(num_procs=16, expert=2), 1, (8, 2)),
-        (6, ParallelSection(num_procs=2, expert=2), 1, (6, 1)),
     ],
 )
 def test_experts_are_as_few_as_ranks_divide(
@@ -355,38 +366,11 @@ def test_hub_data_is_generated_and_local_data_stays() -> None:
     assert {"the data set a/b and its fields", "the data set c/d and its fields"} <= set(left_out)
 
 
-def test_rewards_of_ones_own_are_neither_changed_nor_added_to() -> None:
-    rehearsal = rehearsal_of(
-        "data.reward={kind: python, factory: tests.support.own_rewards.length_reward, name: mine}",
-        "algorithm.filters=[{kind: dynamic_sampling}]",
-    )
-    own = PythonReward(factory="tests.support.own_rewards.length_reward", name="mine")
-    assert rehearsal.config.data.reward == own
-    assert rehearsal.config.algorithm.filters == ()
-    assert untried(rehearsal)["algorithm.filters"] == "the filter dynamic_sampling"
-
-
 def test_verifiers_stay_beside_a_score_that_differs() -> None:
     config = rehearsal_of("algorithm.filters=[{kind: dynamic_sampling}]").config
     (source,) = named_sources(config.data)
     assert [reward.kind for reward in source.rewards] == ["reasoning_gym", "python"]
     assert [one.kind for one in config.algorithm.filters] == ["dynamic_sampling"]
-
-
-def test_an_environment_scores_by_itself() -> None:
-    small = rehearsal_of(
-        "environment={kind: python, factory: tests.support.environments.TryAgain}",
-        "algorithm.filters=[{kind: dynamic_sampling}]",
-        "algorithm.aggregation={kind: constant_length, length: 64}",
-        "evaluation.sets=[{name: s, source: {kind: huggingface, path: a/b, question_field: q, "
-        "answer_field: a}, num_problems: 30}]",
-    ).config
-    assert small.environment.factory == "tests.support.environments.TryAgain"
-    assert small.data.reward is None and small.algorithm.filters == ()
-    (one,) = small.evaluation.sets
-    assert (one.source, one.reward, one.num_problems) == (GENERATED, None, 8)
-    assert small.model.max_context_length == 1024, "prompts are its own"
-    assert small.algorithm.aggregation.length == 1024
 
 
 def test_made_up_scores_depend_on_the_text_alone_and_differ() -> None:
@@ -397,44 +381,224 @@ def test_made_up_scores_depend_on_the_text_alone_and_differ() -> None:
     assert set(scores) == {index / 10 for index in range(11)}
 
 
+SAMPLING = "algorithm.filters=[{kind: dynamic_sampling}]"
+REWARD, ENVIRONMENT = "tests.support.own_rewards.length_reward", "tests.support.environments.TryAgain"
+OWN_REWARD = f"data.reward={{kind: python, factory: {REWARD}, name: mine}}"
+OWN_ENVIRONMENT = f"environment={{kind: python, factory: {ENVIRONMENT}}}"
+CONSTANT = "algorithm.aggregation={kind: constant_length, length: 64}"
+SOURCE = "{kind: huggingface, path: a/b, question_field: q, answer_field: a}"
+A_SET = f"evaluation.sets=[{{name: s, source: {SOURCE}, num_problems: 30}}]"
+DEPTHS = (
+    *("algorithm.groups_per_step=32", "max_off_policy_steps=2", "buffer.max_groups=64"),
+    *("buffer.max_in_flight=16", "accounting={policy: windowed_fifo, window_groups: 48}"),
+)
+LONG = ("sampling.max_response_tokens=8192", "model.max_context_length=9000", "trainer.tokens_per_row=9000")
+
+
+def overlong(max_length: int, share: float) -> str:
+    return f"algorithm.filters=[{{kind: overlong_penalty, max_length: {max_length}, buffer_share: {share}}}]"
+
+
 @pytest.mark.parametrize(
-    ("max_length", "buffer_share", "short"),
+    ("overrides", "expected"),
     [
-        (9900, 0.2, 38),
-        (4100, 0.2, 16),
+        # Rewards of one's own are neither changed nor added to, and an environment scores by itself.
+        ([OWN_REWARD, SAMPLING], {"data.reward.factory": REWARD, "algorithm.filters.0.kind": None}),
+        ([OWN_ENVIRONMENT, SAMPLING], {"data.reward": None, "algorithm.filters.0.kind": None}),
+        # Prompts are the environment's own.
+        ([OWN_ENVIRONMENT], {"environment.factory": ENVIRONMENT, "model.max_context_length": 1024}),
+        ([OWN_ENVIRONMENT, CONSTANT], {"algorithm.aggregation.length": 1024}),
+        ([OWN_ENVIRONMENT, A_SET], {"evaluation.sets.0.num_problems": 8, "evaluation.sets.0.reward": None}),
+        ([OWN_ENVIRONMENT, A_SET], {"evaluation.sets.0.source.kind": GENERATED.kind}),
+        # Depths and windows hold as many batches.
+        (DEPTHS, {"algorithm.groups_per_step": 2, "buffer.max_groups": 4, "buffer.max_in_flight": 1}),
+        (DEPTHS, {"accounting.window_groups": 3}),
+        # Penalties for length begin at the same share of responses.
+        ([*LONG, overlong(9900, 0.2)], {"algorithm.filters.0.max_length": 38}),
+        ([*LONG, overlong(4100, 0.2)], {"algorithm.filters.0.max_length": 16}),
         # By its share alone it would be 45, and begin after 32 tokens: never.
-        (11520, 0.28894, 44),
+        ([*LONG, overlong(11520, 0.28894)], {"algorithm.filters.0.max_length": 44}),
+        # It is no run in anybody's project.
+        (["logging.wandb={project: numbers}"], {"logging.wandb": None}),
     ],
 )
-def test_penalties_for_length_begin_at_the_same_share_of_responses(
-    max_length: int, buffer_share: float, short: int
-) -> None:
-    rehearsal = rehearsal_of(
-        "sampling.max_response_tokens=8192",
-        "model.max_context_length=9000",
-        "trainer.tokens_per_row=9000",
-        "algorithm.filters=[{kind: overlong_penalty, "
-        f"max_length: {max_length}, buffer_share: {buffer_share}}}]",
-        facts=dataclasses.replace(FACTS, max_position_embeddings=9000),
+def test_what_becomes_of_a_config(overrides: Sequence[str], expected: dict[str, object]) -> None:
+    facts = dataclasses.replace(FACTS, max_position_embeddings=9000)
+    found = _listed(rehearsal_of(*overrides, facts=facts).config.model_dump(mode="json"), {})
+    assert {key: found.get(key) for key in expected} == expected
+
+
+def test_what_was_left_out_is_said() -> None:
+    left_out = untried(rehearsal_of(OWN_REWARD, SAMPLING, "logging.wandb={project: numbers}"))
+    assert left_out["algorithm.filters"] == "the filter dynamic_sampling"
+    assert left_out["logging.wandb"] == "Weights & Biases"
+
+
+# --- the tiny model's folder ---
+
+SHIPPED = {folder.name: folder / "config.json" for folder in sorted(SHIPPED_MODELS.iterdir())}
+
+
+@pytest.mark.parametrize("name", [*sorted(VARIANTS), *SHIPPED])
+def test_a_folder_is_a_model_of_its_family(name: str, tmp_path: Path) -> None:
+    raw = json.loads(SHIPPED[name].read_text()) if name in SHIPPED else raw_config(name)
+    if "layer_types" in raw:
+        # More layers than the tiny model has.
+        raw |= {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
+    facts = small_facts(
+        parse_model_facts(raw, name),
+        ParallelSection(num_procs=4, expert=2 if "moe" in name or "-A" in name else 1),
+        GeneratorSection(tensor_parallel=2),
+        max_context_length=192,
+        on_gpus=False,
     )
-    (penalty,) = rehearsal.config.algorithm.filters
-    assert penalty.max_length == short
+    folder = tmp_path / "model"
+    write_model(folder, raw, facts, chat_template=True, template_arguments=["enable_thinking"], seed=3)
+    assert read_model_facts(str(folder)) == facts
+    assert check_checkpoint_shapes(folder, facts) == []
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.config.model_type == raw["model_type"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = PromptEncoder(tokenizer, chat_template=True, template_arguments={"enable_thinking": False})
+    ids = torch.from_numpy(prompts.encode("1 + 1 =")).long()[None]
+    with torch.no_grad():
+        logits_V = model(ids).logits[0, -1]
+    assert logits_V.shape == (facts.vocab_size,) == (NUM_CHARACTER_TOKENS,)
+    # A random model's: neither all alike nor nearly certain.
+    assert 0.1 < float(logits_V.std()) < 10.0
 
 
-def test_depths_and_windows_hold_as_many_batches() -> None:
-    small = rehearsal_of(
-        "algorithm.groups_per_step=32",
-        "max_off_policy_steps=2",
-        "buffer.max_groups=64",
-        "buffer.max_in_flight=16",
-        "accounting={policy: windowed_fifo, window_groups: 48}",
-    ).config
-    assert small.algorithm.groups_per_step == 2
-    assert (small.buffer.max_groups, small.buffer.max_in_flight) == (4, 1)
-    assert small.accounting.window_groups == 3
+def test_a_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    raw = raw_config("qwen3_moe")
+    facts = dataclasses.replace(parse_model_facts(raw, "x"), vocab_size=NUM_CHARACTER_TOKENS)
+    written = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        write_model(tmp_path / name, raw, facts, chat_template=False, template_arguments=(), seed=seed)
+        written.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert written[0] == written[1] != written[2]
 
 
-def test_a_rehearsal_is_no_run_in_anybodys_project() -> None:
-    rehearsal = rehearsal_of("logging.wandb={project: numbers}")
-    assert rehearsal.config.logging.wandb is None
-    assert untried(rehearsal)["logging.wandb"] == "Weights & Biases"
+def test_every_character_is_a_token_and_every_token_has_a_text() -> None:
+    tokenizer = character_tokenizer(chat_template=False)
+    assert len(tokenizer) == NUM_CHARACTER_TOKENS
+    assert tokenizer.chat_template is None
+    text = "Add 1 + 2,\nplease!"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) == len(text) and tokenizer.decode(ids) == text
+    assert all(tokenizer.decode([index]) for index in range(NUM_CHARACTER_TOKENS))
+    assert tokenizer("é", add_special_tokens=False)["input_ids"] == [tokenizer.unk_token_id]
+
+
+# --- what a rehearsal says was exercised ---
+
+RIGHT: dict[str, float] = {
+    "metrics/num_nonfinite": 0,
+    "trainer/num_skipped_steps": 0,
+    "grad_norm": 0.7,
+    "off_policy/age_max": 0,
+    "mismatch/logprob_abs_mean": 1e-6,
+    "weights/num_swaps": 1,
+    "weights/num_bytes_moved": 4096,
+    "weights/num_bad_blocks": 0,
+    "weights/num_expired_leases": 0,
+    "weights/num_skipped_versions": 0,
+    "generator/num_crossing": 2,
+    "generator/num_resumed": 0,
+    "routing/recorded_share": 1.0,
+    "routing/disagreement_share": 0.0,
+    "payload/num_read_shared": 8,
+    "payload/num_read_remote": 0,
+    "payload/bytes_per_token": 40.0,
+    "dropped/stale": 1,
+    "dropped/bad_record": 0,
+    "scoring/num_timeouts": 0,
+    "reward/mean": 0.5,
+    "memory/trainer_gib": 0.6,
+    "time/step_s": 1.0,
+}
+CHECKPOINT_FILES = ("step-00000002/run.json", "final/config.json")
+EVALUATED: dict[str, float] = {"eval/accuracy": 0.0, "eval/num_unscored": 0}
+
+
+def write_rehearsed(folder: Path, changes: dict[int, dict[str, float]], *, num_steps: int = 3) -> RunDir:
+    lines = [{"step": 0, **EVALUATED, "metrics/num_nonfinite": 0}]
+    for step in range(1, num_steps + 1):
+        evaluated = EVALUATED if step in (2, 3) else {}
+        lines.append({"step": step, **RIGHT, **evaluated, **changes.get(step, {})})
+    folder.mkdir(parents=True)
+    run_dir = RunDir(path=folder)
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name in ("trainer-0", "trainer-1", "generator-0", "scorer-0", "buffer-0", "controller"):
+        run_dir.log(name).parent.mkdir(exist_ok=True)
+        run_dir.log(name).touch()
+    for file in CHECKPOINT_FILES:
+        (run_dir.checkpoints / file).parent.mkdir(parents=True)
+        (run_dir.checkpoints / file).touch()
+    return run_dir
+
+
+def verdicts_of(run_dir: RunDir, *, checkpoint_every: int | None = 2) -> dict[str, Verdict]:
+    config = tiny_config(Path("model"))
+    evaluation = config.evaluation.model_copy(update={"every_steps": 2})
+    checkpoint = config.checkpoint.model_copy(update={"every_steps": checkpoint_every})
+    config = config.model_copy(update={"evaluation": evaluation, "checkpoint": checkpoint})
+    found = findings(config, FACTS, run_dir)
+    assert len({finding.part for finding in found}) == len(found)
+    return {finding.part: finding.verdict for finding in found}
+
+
+def test_a_run_that_went_well(tmp_path: Path) -> None:
+    verdicts = verdicts_of(write_rehearsed(tmp_path / "run", {}))
+    assert Verdict.FAILED not in verdicts.values()
+    untried = {part for part, verdict in verdicts.items() if verdict is Verdict.NOT_EXERCISED}
+    assert untried == {"replay of kept tokens", "resuming", "memory and speed of the run", "GPUs"}
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("steps", {"trainer/num_skipped_steps": 1}),
+        ("steps", {"metrics/num_nonfinite": 1}),
+        ("age of tokens", {"off_policy/age_max": 1}),
+        ("publish, fetch, swap", {"weights/num_bad_blocks": 1}),
+        ("publish, fetch, swap", {"weights/num_expired_leases": 1}),
+        ("replay of routed experts", {"routing/recorded_share": 0.99}),
+        ("groups", {"dropped/bad_record": 1}),
+        ("scores", {"scoring/num_timeouts": 1}),
+        ("evaluation", {"eval/num_unscored": 1}),
+    ],
+)
+def test_what_went_wrong_last_has_failed(tmp_path: Path, part: str, change: dict[str, float]) -> None:
+    verdicts = verdicts_of(write_rehearsed(tmp_path / "run", {3: change}))
+    assert [name for name, verdict in verdicts.items() if verdict is Verdict.FAILED] == [part]
+
+
+def test_what_is_missing_has_failed(tmp_path: Path) -> None:
+    no_swap = {step: {"weights/num_swaps": 0} for step in (1, 2)}
+    run_dir = write_rehearsed(tmp_path / "run", no_swap, num_steps=2)
+    for name in ("trainer-1", "generator-0", "scorer-0"):
+        run_dir.log(name).unlink()
+    for file in CHECKPOINT_FILES:
+        (run_dir.checkpoints / file).unlink()
+    verdicts = verdicts_of(run_dir)
+    failed = {part for part, verdict in verdicts.items() if verdict is Verdict.FAILED}
+    processes = {"trainer processes", "generators", "other roles"}
+    assert failed == processes | {"steps", "publish, fetch, swap", "evaluation", "checkpoint", "export"}
+
+
+def test_what_a_run_had_no_use_for_is_not_exercised(tmp_path: Path) -> None:
+    equal_rewards = {step: {"grad_norm": 0.0} for step in (1, 2, 3)}
+    assert verdicts_of(write_rehearsed(tmp_path / "a", equal_rewards))["gradient"] is Verdict.NOT_EXERCISED
+    without = verdicts_of(write_rehearsed(tmp_path / "b", {}), checkpoint_every=None)
+    assert without["checkpoint"] is Verdict.NOT_EXERCISED
+
+
+@pytest.mark.parametrize(
+    ("roles", "verdict"), [(("trainer", "generator"), Verdict.EXERCISED), (("trainer",), Verdict.FAILED)]
+)
+def test_gpus_count_where_memory_is_used(tmp_path: Path, roles: tuple[str, ...], verdict: Verdict) -> None:
+    memory = {f"memory/{role}_gpu_gib": 1.0 for role in roles}
+    assert verdicts_of(write_rehearsed(tmp_path / "run", {1: memory}))["GPUs"] is verdict
