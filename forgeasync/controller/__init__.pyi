@@ -33,7 +33,6 @@ from .cli import rehearse as rehearse
 from .evaluation import EvaluationSchedule as EvaluationSchedule
 from .evaluation import evaluate as evaluate
 from .evaluation import max_beside as max_beside
-from .evaluation import rollout_record as rollout_record
 from .evaluation import waited_every_steps as waited_every_steps
 from .evaluation import without_trainer as without_trainer
 from .groups import GroupSpiller as GroupSpiller

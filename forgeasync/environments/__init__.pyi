@@ -108,7 +108,6 @@ from .probes import TEXTS as TEXTS
 from .probes import TOOLS as TOOLS
 from .probes import assistant as assistant
 from .probes import call as call
-from .probes import fixed_dialogues as fixed_dialogues
 from .probes import message_of as message_of
 from .probes import other_tokens as other_tokens
 from .probes import random_dialogue as random_dialogue

@@ -216,9 +216,7 @@ def test_texts_that_end_a_turn_are_found_across_a_death(reader: SequenceReader, 
 
 
 @pytest.mark.parametrize("finish", FinishReason)
-def test_a_turn_that_ended_with_its_last_token_is_over(
-    reader: SequenceReader, finish: FinishReason
-) -> None:
+def test_a_turn_that_ended_with_its_last_token_is_over(reader: SequenceReader, finish: FinishReason) -> None:
     trajectory = reader.new_trajectory()
     trajectory.give(PROMPT)
     end = reader.resume(trajectory, logged([5, 6], finish=finish), stop=())
