@@ -1,10 +1,19 @@
-"""States of generators, whatever happens in whatever order."""
+"""States of generators, whatever happens in whatever order; which ones count as slow, at whatever loads."""
 
-from hypothesis import settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from forgeasync.runtime import ReplicaState, ReplicaTable
+from forgeasync.runtime import (
+    REPLACE_S,
+    SUSPECT_S,
+    WINDOW_S,
+    Pace,
+    ReplicaState,
+    ReplicaTable,
+    SlowReplicas,
+)
 
 HOSTS = ("a", "b")
 LIVE = (ReplicaState.STALE, ReplicaState.HEALTHY, ReplicaState.SUSPECT)
@@ -163,51 +172,137 @@ Generators.TestCase.settings = settings(max_examples=60, stateful_step_count=50,
 TestGenerators = Generators.TestCase
 
 
-def healthy_table(num: int) -> ReplicaTable:
-    table = ReplicaTable()
-    for rank in range(num):
-        table.ready(table.start(rank, "a"))
-    return table
+# --- Which ones are slow ---
 
 
-def take(table: ReplicaTable, number: int, version: int) -> None:
-    table.published(version)
-    table.begin_update(number, version)
-    table.updated(number)
+FACTOR = 3.0
 
 
-def test_a_newcomer_waits_for_the_update_that_runs_meanwhile() -> None:
-    table = healthy_table(2)
-    take(table, 0, 5)
-    take(table, 1, 5)
-    table.lose(1)
-    table.ready(table.start(1, "a"))
-    assert table.of(2).state is ReplicaState.STALE and table.assign(1) == 0
-    table.begin_update(2, 5)
-    table.published(6)
-    table.updated(2)
-    assert table.of(2).state is ReplicaState.HEALTHY, "the newest when its update began"
-    assert table.served == 5 and table.all_have(5)
+class Fleet:
+    """Generators whose steps take ``pace`` times what they should at their load, heard of every second."""
+
+    def __init__(self, paces: list[float]) -> None:
+        self.slow = SlowReplicas(FACTOR)
+        self.paces = paces
+        self.counts: list[dict[int, tuple[int, float]]] = [{} for _ in paces]
+        self.begun_s = [0.0 for _ in paces]
+        """Of the step that each one is in the middle of."""
+        self.now_s = 0.0
+
+    def second(self, loads: list[int], *, busy_share: float = 1.0) -> None:
+        """A second in which each has sequences; load 0: none."""
+        self.now_s += 1.0
+        for number, (pace, load) in enumerate(zip(self.paces, loads, strict=True)):
+            if load:
+                step_s = 0.01 * (1.0 + load / 32) * pace
+                num_steps = int((self.begun_s[number] + busy_share) / step_s)
+                self.begun_s[number] += busy_share - num_steps * step_s
+                bits = load.bit_length()
+                known = self.counts[number].get(bits, (0, 0.0))
+                self.counts[number] = self.counts[number] | {
+                    bits: (known[0] + num_steps, known[1] + num_steps * step_s)
+                }
+            self.slow.heard(number, self.counts[number], now_s=self.now_s)
+        self.slow.judge(now_s=self.now_s)
+
+    def seconds(self, num: float, loads: list[int]) -> None:
+        for _ in range(round(num)):
+            self.second(loads)
+
+    @property
+    def found(self) -> list[Pace]:
+        return [self.slow.pace(number) for number in range(len(self.paces))]
 
 
-def test_a_newcomer_that_is_older_than_what_is_served_takes_one_more_update() -> None:
-    table = healthy_table(2)
-    take(table, 0, 5)
-    table.lose(1)
-    assert table.served == 5, "the slowest has gone"
-    table.ready(table.start(1, "a"))
-    table.begin_update(2, 5)
-    take(table, 0, 6)
-    table.updated(2)
-    assert (table.of(2).state, table.served) == (ReplicaState.STALE, 6)
-    take(table, 2, 6)
-    assert table.of(2).state is ReplicaState.HEALTHY
+def test_one_that_is_slow_becomes_suspect_and_then_slow() -> None:
+    fleet = Fleet([1.0, 5.0])
+    fleet.seconds(SUSPECT_S, [20, 20])
+    assert fleet.found == [Pace.LIKE_PEERS] * 2
+    fleet.seconds(2, [20, 20])
+    assert fleet.found == [Pace.LIKE_PEERS, Pace.SUSPECT]
+    assert fleet.slow.ratio(1) == pytest.approx(5.0) and fleet.slow.ratio(0) == pytest.approx(0.2)
+    fleet.seconds(REPLACE_S - SUSPECT_S, [20, 20])
+    assert fleet.found == [Pace.LIKE_PEERS, Pace.SLOW]
+    fleet.slow.forget(1)
+    fleet.slow.judge(now_s=fleet.now_s)
+    assert fleet.found[1] is Pace.LIKE_PEERS and fleet.slow.ratio(0) is None, "nobody to compare with"
 
 
-def test_a_spare_takes_groups_once_it_is_promoted() -> None:
-    table = healthy_table(1)
-    table.ready(table.start(1, "a", is_spare=True))
-    assert {table.assign(1) for _ in range(3)} == {0}
-    table.lose(0)
-    assert table.assign(1) is None
-    assert table.promote() == 1 and table.assign(1) == 1 and table.promote() is None
+def test_one_that_is_far_too_slow_is_found_at_other_loads_too() -> None:
+    fleet = Fleet([1.0, 12.0])
+    fleet.seconds(REPLACE_S + 12, [10, 20])
+    assert fleet.found == [Pace.LIKE_PEERS, Pace.SLOW]
+
+
+def test_one_that_is_quick_again_is_cleared_and_begins_anew() -> None:
+    fleet = Fleet([1.0, 5.0, 1.0])
+    fleet.seconds(30, [20, 20, 20])
+    assert fleet.found[1] is Pace.SUSPECT
+    fleet.paces[1] = 1.0
+    fleet.seconds(WINDOW_S + 1, [20, 20, 20])
+    assert fleet.found == [Pace.LIKE_PEERS] * 3
+    fleet.paces[1] = 5.0
+    fleet.seconds(REPLACE_S, [20, 20, 20])
+    assert fleet.found[1] is Pace.SUSPECT, "what was before does not count"
+
+
+def test_one_long_step_makes_nobody_suspect() -> None:
+    fleet = Fleet([1.0, 1.0])
+    fleet.seconds(20, [20, 20])
+    known = fleet.counts[1][5]
+    fleet.counts[1] = {5: (known[0] + 1, known[1] + 60.0)}
+    for _ in range(30):
+        fleet.second([20, 20])
+        assert fleet.found == [Pace.LIKE_PEERS] * 2
+
+
+def test_time_without_evidence_stands_still() -> None:
+    fleet = Fleet([1.0, 5.0])
+    fleet.seconds(25, [20, 20])
+    fleet.seconds(500, [20, 0])
+    assert fleet.found[1] is Pace.SUSPECT
+    assert fleet.slow.ratio(1) is None
+    fleet.seconds(500, [4, 60])
+    assert fleet.found[1] is Pace.SUSPECT, "so many sequences may take so much longer"
+    fleet.seconds(REPLACE_S, [20, 20])
+    assert fleet.found[1] is Pace.SLOW
+
+
+def test_whoever_stood_still_compares_nothing_from_before() -> None:
+    fleet = Fleet([1.0, 1.0])
+    fleet.seconds(20, [20, 20])
+    # For the steps of one of them the same pause of the machine counts, for the other's it does not.
+    fleet.now_s += 1000.0
+    known = fleet.counts[1][5]
+    fleet.counts[1] = {5: (known[0] + 1, known[1] + 1000.0)}
+    fleet.slow.restart()
+    fleet.seconds(REPLACE_S, [20, 20])
+    assert fleet.found == [Pace.LIKE_PEERS] * 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_there_is_no_false_alarm(data: st.DataObject) -> None:
+    """At whatever loads, with pauses for updates and prompts, and with times that differ by less than half
+    the factor. Within a load's factor of two a step takes less than twice as long."""
+    paces = data.draw(st.lists(st.floats(1.0, FACTOR / 2), min_size=1, max_size=5))
+    fleet = Fleet(paces)
+    load = st.sampled_from([0, 0, 1, 2, 7, 8, 15, 16, 31, 64, 127, 128])
+    for _ in range(data.draw(st.integers(10, 60))):
+        loads = [data.draw(load) for _ in paces]
+        fleet.second(loads, busy_share=data.draw(st.sampled_from([0.0, 0.1, 1.0])))
+        assert set(fleet.found) == {Pace.LIKE_PEERS}
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_one_that_is_far_too_slow_is_found_among_any_number_of_peers(data: st.DataObject) -> None:
+    num_peers = data.draw(st.integers(1, 6))
+    paces = [data.draw(st.floats(1.0, 1.2)) for _ in range(num_peers)]
+    place = data.draw(st.integers(0, num_peers))
+    paces.insert(place, data.draw(st.floats(2.6 * FACTOR, 30.0)))
+    fleet = Fleet(paces)
+    load = data.draw(st.sampled_from([1, 9, 16, 40]))
+    for _ in range(round(REPLACE_S) + 20):
+        fleet.second([load] * len(paces), busy_share=data.draw(st.sampled_from([0.8, 1.0])))
+    assert [number for number, pace in enumerate(fleet.found) if pace is Pace.SLOW] == [place]
