@@ -5,7 +5,7 @@ The hosts are namespaces of this machine (``tests.support.cluster``), so neither
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 
 import tests.support.cluster
 from tests.support.app_runs import NEVER_ENDING, read_lines, write_tiny_run
-from tests.support.cluster.cluster import PARTITION, Cluster, HeadRun
+from tests.support.cluster.cluster import PACKAGES, PARTITION, Cluster, HeadRun, cluster_here, why_not
 from tests.support.cluster.machines import ABSENT
 from tests.support.warm_python import REAL_PYTHON
 
@@ -62,7 +62,7 @@ class ClusterRuns:
     def ends(self, run: HeadRun, code: int, words: str, *, within_s: float = REFUSED_S) -> None:
         """Wait for the end of a run, whose last line has these words. Nothing of it is left."""
         found, err = run.finish(within_s)
-        assert found == code and words in err.strip().splitlines()[-1], err
+        assert found == code and words in err.strip().rpartition("\n")[2], err
         self.cluster.wait_until_clean()
 
     def refused(self, run: HeadRun, words: str) -> None:
@@ -86,6 +86,22 @@ class ClusterRuns:
     def has_stepped(self) -> bool:
         metrics = self.run_dir / "metrics.jsonl"
         return metrics.exists() and len(metrics.read_text().splitlines()) >= 2
+
+
+@pytest.fixture(scope="module")
+def shared_cluster() -> Iterator[Cluster]:
+    """One cluster for all tests, where this machine can have one."""
+    if (why := why_not()) is not None:
+        pytest.skip(f"a cluster of namespaces cannot be started here: {why} (Debian: {PACKAGES})")
+    with cluster_here() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, with all nodes and nothing on them; whatever a test leaves is ended after it."""
+    yield shared_cluster
+    shared_cluster.make_ready()
 
 
 @pytest.fixture(scope="module")

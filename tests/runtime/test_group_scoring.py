@@ -14,7 +14,6 @@ import pytest
 from forgeasync.config import SamplingSection, ScorerSection
 from forgeasync.controller import ProblemSet, evaluate
 from forgeasync.environments import Response
-from forgeasync.observability import HeldOutScores
 from forgeasync.processes import MemoryPeak
 from forgeasync.rollouts import FinishReason, Score, Task, VerifierCounts, VersionRange
 from forgeasync.runtime import (
@@ -425,44 +424,28 @@ class Generators:
         return (SampledResponse(response=sampled, versions=versions, ids_T=np.zeros(4, np.int32)),)
 
 
-async def evaluated(call: Call, num_tasks: int, *, num_samples: int = 1) -> HeldOutScores:
+async def test_accuracy_is_the_mean_over_all_responses_that_were_scored() -> None:
+    """Of several samples of each problem; the last problem is never scored."""
+    answered: list[tuple[int, str]] = []
+
+    async def judge(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
+        (one,) = responses
+        answered.append((task.source_index, one.text))
+        if task.source_index == 2:
+            raise ConnectionRefusedError
+        # As with a judge that gives up to 5 points: 4.5 is a correct answer, 1.0 a bad one.
+        return scored(4.5 if one.text == "response 6" else 1.0)
+
     sampling = tiny_config(Path("unused")).sampling
-    tasks = [make_problem(i) for i in range(num_tasks)]
-    _, groups = pool_of(call, max_attempts=2)
-    return await evaluate(
-        ProblemSet(tasks=tasks, sampling=sampling, num_samples=num_samples),
+    _, groups = pool_of(judge, max_attempts=1)
+    result = await evaluate(
+        ProblemSet(tasks=[make_problem(number) for number in range(3)], sampling=sampling, num_samples=4),
         ResponseGroups(Generators(), groups, Prompts(), group_size=1, sampling=sampling),
     )
-
-
-class TestEvaluation:
-    async def test_accuracy_of_several_samples_is_the_mean_over_all_responses(self) -> None:
-        answered: list[tuple[int, str]] = []
-
-        async def judge(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
-            (one,) = responses
-            answered.append((task.source_index, one.text))
-            # As with a judge that gives up to 5 points: 4.5 is a correct answer, 1.0 a bad one.
-            return scored(4.5 if one.text == "response 4" else 1.0)
-
-        result = await evaluated(judge, 2, num_samples=4)
-        assert result.accuracy == 1 / 8 and result.num_scored == 8 and result.num_unscored == 0
-        assert result.score_mean == (4.5 + 7.0) / 8
-        # Every sample has a seed of its own; the first ones are those of a single sample.
-        assert sorted(answered) == [
-            (problem, f"response {2 * k + problem}") for problem in (0, 1) for k in range(4)
-        ]
-        # The n-th response was sampled under versions n and n + 1.
-        assert result.metrics()["eval/version_min"] == 0 and result.metrics()["eval/version_max"] == 8
-
-    async def test_what_is_never_scored_is_left_out_and_counted(self) -> None:
-        async def judge(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
-            if task.source_index in (1, 2):
-                raise ConnectionRefusedError
-            return scored(2.0 * (task.source_index == 0))
-
-        result = await evaluated(judge, 4)
-        assert (result.accuracy, result.score_mean, result.num_unscored) == (1 / 2, 1.0, 2)
-        unscored = await evaluated(Answers(ConnectionRefusedError()), 3)
-        counts = {"eval/num_unscored": 3, "eval/version_min": 0, "eval/version_max": 3}
-        assert unscored.accuracy is None and unscored.metrics() == counts
+    assert (result.accuracy, result.score_mean) == (1 / 8, (4.5 + 7.0) / 8)
+    assert (result.num_scored, result.num_unscored) == (8, 4)
+    # Every sample has a seed of its own; the first ones are those of a single sample.
+    expected = [(problem, f"response {3 * sample + problem}") for problem in range(3) for sample in range(4)]
+    assert sorted(answered) == sorted(expected)
+    # The n-th response was sampled under versions n and n + 1.
+    assert result.metrics()["eval/version_min"] == 0 and result.metrics()["eval/version_max"] == 12

@@ -21,7 +21,6 @@ from forgeasync.rollouts import (
     PromptEncoder,
     Rollout,
     Score,
-    StoredRollout,
     Task,
     TeacherPrompts,
     TeacherReads,
@@ -36,7 +35,6 @@ from forgeasync.runtime import (
     OutageBackoff,
     PoolTeacher,
     ProcessLost,
-    RefusedGroup,
     SampledRollout,
     TaughtGroups,
     Teacher,
@@ -217,21 +215,12 @@ def test_a_teacher_is_asked_where_there_is_what_it_shows() -> None:
     assert server.reads == (WithoutPrompt.POLICYS,) * 2 and one.metrics()["teacher/num_tokens"] == 7
 
     teacher, right = one.by_source["sums"], Score(1.0, True)
+    wrong, said = Score(0.0, False), Score(0.0, False, feedback="=2 $answer")
     counts = ("num_without_feedback", "num_without_sibling", "num_tokens")
     for prompt, scores, shown, expected in (
-        ("$sibling;$prompt", (Score(0.0, False), right), "=2;1+1", (0, 1, 7 + 3)),
-        (
-            "$feedback;$prompt",
-            (Score(0.0, False, feedback="=2 $answer"), right),
-            "=2 $answer;1+1",
-            (1, 1, 7 + 3 + 3),
-        ),
-        (
-            "$feedback;$sibling;$prompt",
-            (Score(0.0, False), Score(1.0, True, feedback="=2")),
-            None,
-            (2, 2, 7 + 3 + 3),
-        ),
+        ("$sibling;$prompt", (wrong, right), "=2;1+1", (0, 1, 7 + 3)),
+        ("$feedback;$prompt", (said, right), "=2 $answer;1+1", (1, 1, 7 + 3 + 3)),
+        ("$feedback;$sibling;$prompt", (wrong, Score(1.0, True, feedback="=2")), None, (2, 2, 7 + 3 + 3)),
     ):
         teacher.section = teacher.section.model_copy(update={"prompt": prompt})
         assert one.needs_scores(TASK) and not Teaching().needs_scores(TASK)
@@ -258,23 +247,22 @@ def folder() -> Iterator[Path]:
     remove_run_folder(folder)
 
 
-def stored(folder: Path, rollouts: list[Rollout]) -> tuple[StoredRollout, ...]:
+async def taught(
+    folder: Path,
+    rollouts: list[Rollout],
+    reads: Sequence[TeacherReads],
+    score: Callable[..., Awaitable[TeacherRecord]],
+    *,
+    num_ids: int,
+    needs_student_ids: bool = False,
+) -> list[TokenTrace]:
+    """What is stored of a group after its teacher has read it."""
     sampled = [
         SampledRollout(branches=(one,), finish_reason=FinishReason.STOP, episode=index)
         for index, one in enumerate(rollouts)
     ]
-    found = store_group(PayloadWriter(folder, HOST, MIB), sampled, group_id=7, generator_rank=0)
-    assert not isinstance(found, RefusedGroup)
-    return found
-
-
-def trace_of(rollout: StoredRollout) -> TokenTrace:
-    (branch,), reader = rollout.branches, PayloadReader(HOST)
-    return decode_rollout(reader.read(branch.prompt), reader.read(branch.response))
-
-
-def taught_groups(folder: Path, num_ids: int, *, needs_student_ids: bool) -> TaughtGroups:
-    return TaughtGroups(
+    stored = store_group(PayloadWriter(folder, HOST, MIB), sampled, group_id=7, generator_rank=0)
+    groups = TaughtGroups(
         teacher="t",
         folder=folder,
         host_id=HOST,
@@ -283,6 +271,10 @@ def taught_groups(folder: Path, num_ids: int, *, needs_student_ids: bool) -> Tau
         needs_student_ids=needs_student_ids,
         vocab_size=FACTS.vocab_size,
     )
+    written = await groups.teach(stored, reads, score)
+    assert not isinstance(written, TeacherFailure)
+    branches, reader = [one.branches[0] for one in written], PayloadReader(HOST)
+    return [decode_rollout(reader.read(one.prompt), reader.read(one.response)) for one in branches]
 
 
 async def test_each_response_follows_what_the_teacher_reads_token_by_token(folder: Path) -> None:
@@ -300,18 +292,15 @@ async def test_each_response_follows_what_the_teacher_reads_token_by_token(folde
             versions_T=np.full(num, 3, np.int32),
         )
 
-    groups = taught_groups(folder, NUM_IDS, needs_student_ids=False)
     shown = np.array([1, 0, 1, 1, 0, 2], np.int32)
     reads = (shown, WithoutPrompt.NOTHING, WithoutPrompt.POLICYS)
-    taught = await groups.teach(stored(folder, rollouts), reads, score)
-    assert not isinstance(taught, TeacherFailure)
+    traces = await taught(folder, rollouts, reads, score, num_ids=NUM_IDS)
     first, _, last = rollouts
     assert asked == [
         ([*shown.tolist(), *first.response_ids_T.tolist()], len(shown)),
         ([*last.prompt_ids_P.tolist(), *last.response_ids_T.tolist()], len(last.prompt_ids_P)),
     ]
-    for rollout, one, is_asked in zip(rollouts, taught, (True, False, True), strict=True):
-        trace = trace_of(one)
+    for rollout, trace, is_asked in zip(rollouts, traces, (True, False, True), strict=True):
         np.testing.assert_array_equal(trace.prompt_ids_P, rollout.prompt_ids_P)
         np.testing.assert_array_equal(trace.response_ids_T, rollout.response_ids_T)
         np.testing.assert_array_equal(trace.logprobs_T, rollout.logprobs_T)
@@ -334,15 +323,12 @@ async def test_the_teacher_is_asked_about_what_the_policy_could_have_drawn(folde
             versions_T=np.zeros(len(given_TK), np.int32),
         )
 
-    groups = taught_groups(folder, FACTS.vocab_size - 1, needs_student_ids=True)
-    taught = await groups.teach(stored(folder, [rollout]), (WithoutPrompt.POLICYS,), score)
-    kept = rollout.kept_tokens
-    assert kept is not None and not isinstance(taught, TeacherFailure)
+    reads, num_ids = (WithoutPrompt.POLICYS,), FACTS.vocab_size - 1
+    (trace,) = await taught(folder, [rollout], reads, score, num_ids=num_ids, needs_student_ids=True)
+    assert rollout.kept_tokens is not None and trace.teacher is not None
     (given_TK,) = asked
     assert given_TK is not None
     for token, row in enumerate(given_TK.tolist()):
-        assert [one for one in row if one != NO_ID] == kept.row(token).tolist()
-    record = trace_of(taught[0]).teacher
-    assert record is not None
-    np.testing.assert_array_equal(record.ids_TK, given_TK)
-    np.testing.assert_array_equal(np.isnan(record.topk_TK), given_TK == NO_ID)
+        assert [one for one in row if one != NO_ID] == rollout.kept_tokens.row(token).tolist()
+    np.testing.assert_array_equal(trace.teacher.ids_TK, given_TK)
+    np.testing.assert_array_equal(np.isnan(trace.teacher.topk_TK), given_TK == NO_ID)
