@@ -140,7 +140,7 @@ async def test_a_worker_that_is_connecting_at_the_end_is_ended_too() -> None:
         # Leaving has closed the pool, and ``started`` waits for the end of each process.
 
 
-ROOM = 3
+ROOM = 2
 
 
 class WorkersComeAndGo(RuleBasedStateMachine):

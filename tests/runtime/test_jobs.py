@@ -168,60 +168,37 @@ def test_what_the_config_leaves_open_is_asked_for_as_planned() -> None:
     assert launcher.resources["cpu"] == 12 and launcher.shared_memory_size == "399Gi"
 
 
+CPUS, MEMORY = "a host needs 34", "a host needs 640.7 GiB"
+
+
 @pytest.mark.parametrize(
     ("kind", "overrides", "needs"),
     [
         ("slurm", [], {}),
-        ("slurm", ["launcher.mem=768G", "launcher.cpus_per_task=34"], {}),
-        ("slurm", ["launcher.mem='0'"], {}),
-        (
-            "slurm",
-            ["launcher.mem=300000M", "launcher.cpus_per_task=16"],
-            {"cpus_per_task = 16": "a host needs 34", "mem = 300000M": "a host needs 640.7 GiB"},
-        ),
-        ("slurm", ["launcher.mem=much"], {"mem = much": "must be written like 512G"}),
+        ("slurm", ["mem=768G", "cpus_per_task=34"], {}),
+        ("slurm", ["mem='0'"], {}),
+        ("slurm", ["mem=300000M", "cpus_per_task=16"], {"cpus_per_task = 16": CPUS, "mem = 300000M": MEMORY}),
+        ("slurm", ["mem=much"], {"mem = much": "must be written like 512G"}),
         ("kubernetes", [], {}),
-        (
-            "kubernetes",
-            ["launcher.resources={cpu: 16000m, memory: 300G}", "launcher.shared_memory_size=64Gi"],
-            {
-                "resources.cpu = 16000m": "a host needs 34",
-                "resources.memory = 300G": "a host needs 640.7 GiB",
-                "shared_memory_size = 64Gi": "a host needs 398.1 GiB",
-            },
-        ),
-        (
-            "kubernetes",
-            ["launcher.resources={cpu: many, memory: 1Ti}"],
-            {"resources.cpu = many": "must be written like 64"},
-        ),
+        ("kubernetes", ["resources={memory: 300G}"], {"resources.memory = 300G": MEMORY}),
+        ("kubernetes", ["resources={cpu: 16000m}"], {"resources.cpu = 16000m": CPUS}),
+        ("kubernetes", ["shared_memory_size=64Gi"], {"shared_memory_size = 64Gi": "a host needs 398.1 GiB"}),
+        ("kubernetes", ["resources={cpu: many}"], {"resources.cpu = many": "must be written like 64"}),
     ],
 )
 def test_requests_below_the_plan_are_told(kind: str, overrides: list[str], needs: dict[str, str]) -> None:
-    config = shipped(kind, *overrides)
+    config = shipped(kind, *(f"launcher.{one}" for one in overrides))
     told = [words.split(": ", 1) for words in request_warnings(config, read_model_facts(config.model.path))]
     assert [field for field, _ in told] == [f"launcher.{field}" for field in needs]
     assert all(words in said for (_, said), words in zip(told, needs.values(), strict=True)), told
 
 
-@pytest.mark.parametrize(
-    ("read", "amounts"),
-    [
-        (
-            slurm_bytes,
-            {"512G": 2**39, "512g": 2**39, "1TB": 2**40, "2048": 2**31, "5K": 5120, "1.5G": None, "": None},
-        ),
-        (
-            kubernetes_quantity,
-            {64: 64, "64": 64, "1500m": 1.5, "2Gi": 2**31, "1.5Gi": 1.5 * 2**30, "1Ti": 2**40, "2G": 2e9}
-            | {"12e6": 12e6, "2g": None, "Gi": None},
-        ),
-    ],
-)
-def test_amounts_in_sbatchs_and_kubernetes_notations(
-    read: Callable[[object], float | None], amounts: dict[object, float | None]
-) -> None:
-    assert {text: read(text) for text in amounts} == amounts
+def test_amounts_in_sbatchs_and_kubernetes_notations() -> None:
+    of_slurm = {"512G": 2**39, "512g": 2**39, "1TB": 2**40, "2048": 2**31, "5K": 5120, "1.5G": None, "": None}
+    assert {text: slurm_bytes(text) for text in of_slurm} == of_slurm
+    of_pods = {64: 64, "64": 64, "1500m": 1.5, "12e6": 12e6, "2G": 2e9, "2g": None, "Gi": None}
+    of_pods |= {"2Gi": 2**31, "1.5Gi": 1.5 * 2**30, "1Ti": 2**40}
+    assert {text: kubernetes_quantity(text) for text in of_pods} == of_pods
 
 
 @pytest.mark.parametrize(

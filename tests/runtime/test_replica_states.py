@@ -3,7 +3,15 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from forgeasync.runtime import (
     REPLACE_S,
@@ -16,6 +24,7 @@ from forgeasync.runtime import (
 )
 
 HOSTS = ("a", "b")
+NUM_RANKS = 4
 LIVE = (ReplicaState.STALE, ReplicaState.HEALTHY, ReplicaState.SUSPECT)
 
 
@@ -37,10 +46,20 @@ class Generators(RuleBasedStateMachine):
         self.served = 0
         self.num_started = 0
 
-    @rule(target=numbers, rank=st.integers(0, 3), is_spare=st.booleans())
+    @initialize(target=numbers, are_spares=st.tuples(*[st.booleans()] * NUM_RANKS))
+    def start_all(self, are_spares: tuple[bool, ...]) -> object:
+        numbers = list(map(self.begin, range(NUM_RANKS), are_spares))
+        for number in numbers[: NUM_RANKS // 2]:
+            self.table.ready(number)
+        return multiple(*numbers)
+
+    @rule(target=numbers, rank=st.integers(0, NUM_RANKS - 1), is_spare=st.booleans())
     def start(self, rank: int, is_spare: bool) -> object:
         if any(one.rank == rank for one in self.table.present):
             return multiple()
+        return self.begin(rank, is_spare)
+
+    def begin(self, rank: int, is_spare: bool) -> int:
         number = self.table.start(rank, HOSTS[rank % 2], is_spare=is_spare)
         assert number not in self.used, "numbers are never reused"
         self.used.add(number)
@@ -50,13 +69,15 @@ class Generators(RuleBasedStateMachine):
             self.spares.add(number)
         return number
 
-    @rule(number=numbers)
-    def ready(self, number: int) -> None:
-        if self.table.of(number).state is ReplicaState.STARTING or number in self.ended:
-            self.table.ready(number)
-            is_healthy = self.table.of(number).state is ReplicaState.HEALTHY
-            if number not in self.ended:
-                assert is_healthy == (self.table.newest == 0), "only the first version needs no update"
+    @precondition(lambda self: self.table.count(ReplicaState.STARTING) or self.ended)
+    @rule(data=st.data())
+    def ready(self, data: st.DataObject) -> None:
+        starting = {one.number for one in self.table.present if one.state is ReplicaState.STARTING}
+        number = data.draw(st.sampled_from(sorted(starting | self.ended.keys())))
+        self.table.ready(number)
+        is_healthy = self.table.of(number).state is ReplicaState.HEALTHY
+        if number not in self.ended:
+            assert is_healthy == (self.table.newest == 0), "only the first version needs no update"
 
     @rule(jump=st.integers(1, 3))
     def publish(self, jump: int) -> None:
@@ -72,10 +93,20 @@ class Generators(RuleBasedStateMachine):
                 self.table.begin_update(number, self.table.newest)
                 self.updating[number] = self.table.newest
 
-    @rule(number=numbers)
-    def end_update(self, number: int) -> None:
-        if number not in self.updating:
-            return
+    @rule(host=st.sampled_from(HOSTS), jump=st.integers(0, 2))
+    def take_a_version(self, host: str, jump: int) -> None:
+        """All of a host."""
+        self.publish(jump)
+        self.begin_update(host)
+        for number in sorted(self.updating):
+            self.take(number)
+
+    @precondition(lambda self: self.updating)
+    @rule(data=st.data())
+    def end_update(self, data: st.DataObject) -> None:
+        self.take(data.draw(st.sampled_from(sorted(self.updating))))
+
+    def take(self, number: int) -> None:
         version = self.updating.pop(number)
         before = self.table.of(number).state
         if number not in self.ended:
@@ -87,10 +118,12 @@ class Generators(RuleBasedStateMachine):
         else:
             assert now is before
 
-    @rule(number=numbers)
-    def abandon_update(self, number: int) -> None:
-        if self.updating.pop(number, None) is not None:
-            self.table.abandon_update(number)
+    @precondition(lambda self: self.updating)
+    @rule(data=st.data())
+    def abandon_update(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.updating)))
+        del self.updating[number]
+        self.table.abandon_update(number)
 
     @rule(number=numbers)
     def suspect(self, number: int) -> None:
@@ -122,6 +155,7 @@ class Generators(RuleBasedStateMachine):
         self.table.lose(number)
         self.ended.setdefault(number, ReplicaState.DEAD)
 
+    @precondition(lambda self: self.spares)
     @rule()
     def promote(self) -> None:
         healthy = [one for one in self.table.present if one.state is ReplicaState.HEALTHY]
@@ -170,6 +204,47 @@ class Generators(RuleBasedStateMachine):
 
 Generators.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestGenerators = Generators.TestCase
+
+
+def healthy_table(num: int) -> ReplicaTable:
+    table = ReplicaTable()
+    for rank in range(num):
+        table.ready(table.start(rank, "a"))
+    return table
+
+
+def take(table: ReplicaTable, number: int, version: int) -> None:
+    table.published(version)
+    table.begin_update(number, version)
+    table.updated(number)
+
+
+def test_a_newcomer_waits_for_the_update_that_runs_meanwhile() -> None:
+    table = healthy_table(2)
+    take(table, 0, 5)
+    take(table, 1, 5)
+    table.lose(1)
+    table.ready(table.start(1, "a"))
+    assert table.of(2).state is ReplicaState.STALE and table.assign(1) == 0
+    table.begin_update(2, 5)
+    table.published(6)
+    table.updated(2)
+    assert table.of(2).state is ReplicaState.HEALTHY, "the newest when its update began"
+    assert table.served == 5 and table.all_have(5)
+
+
+def test_a_newcomer_that_is_older_than_what_is_served_takes_one_more_update() -> None:
+    table = healthy_table(2)
+    take(table, 0, 5)
+    table.lose(1)
+    assert table.served == 5, "the slowest has gone"
+    table.ready(table.start(1, "a"))
+    table.begin_update(2, 5)
+    take(table, 0, 6)
+    table.updated(2)
+    assert (table.of(2).state, table.served) == (ReplicaState.STALE, 6)
+    take(table, 2, 6)
+    assert table.of(2).state is ReplicaState.HEALTHY
 
 
 # --- Which ones are slow ---

@@ -199,6 +199,7 @@ async def test_starts_that_fail_again_and_again_end_the_run(user: User) -> None:
         with pytest.raises(RestartsFail, match=user.gives_up + "no such module"):
             await world.watching
         assert world.num_spawned == NUM_PLACES + user.num_failures
+        assert [one.rank for one in world.listing.entries] == [1], "a lost process is not listed"
         assert len(world.faults.open) == 1, "it was not recovered from"
 
 
