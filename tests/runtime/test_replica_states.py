@@ -95,7 +95,7 @@ class Generators(RuleBasedStateMachine):
 
     @rule(host=st.sampled_from(HOSTS), jump=st.integers(0, 2))
     def take_a_version(self, host: str, jump: int) -> None:
-        """All of a host."""
+        """All of a host do, and whoever has an update in flight ends it."""
         self.publish(jump)
         self.begin_update(host)
         for number in sorted(self.updating):
@@ -108,13 +108,13 @@ class Generators(RuleBasedStateMachine):
 
     def take(self, number: int) -> None:
         version = self.updating.pop(number)
-        before = self.table.of(number).state
+        before, served = self.table.of(number).state, self.table.served
         if number not in self.ended:
             self.weights[number] = version
         self.table.updated(number)
         now = self.table.of(number).state
         if before is ReplicaState.STALE:
-            assert (now is ReplicaState.HEALTHY) == (version >= self.served)
+            assert (now is ReplicaState.HEALTHY) == (version >= served)
         else:
             assert now is before
 
