@@ -12,9 +12,17 @@ from typing import Any
 
 import psutil
 
+from forgeasync.config import EpisodesSection, ScorerSection
 from forgeasync.observability import FaultLog, ProcessListFile
 from forgeasync.processes import WORKER_MARK, marked_processes
-from forgeasync.runtime import LOCAL_HOST_ID, LocalHost, Spawned, SupervisedPool
+from forgeasync.runtime import (
+    LOCAL_HOST_ID,
+    EnvironmentPool,
+    LocalHost,
+    ScorerProcesses,
+    Spawned,
+    SupervisedPool,
+)
 from tests.support.loops import Endpoint
 from tests.support.replicas import looking_often
 from tests.support.standing_still import standing_still
@@ -100,6 +108,22 @@ class SupervisedWorld:
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to the process at the first place."""
         os.kill(self.pids()[0], number)
+
+
+def scorers(world: SupervisedWorld, *, limit_s: float = 3600.0, **section: float) -> ScorerProcesses:
+    config = ScorerSection.model_validate(section)
+    return ScorerProcesses(world.spawn, config, limit_s=limit_s, faults=world.faults, listing=world.listing)
+
+
+def workers(world: SupervisedWorld, **section: float) -> EnvironmentPool:
+    return EnvironmentPool(
+        world.spawn,
+        EpisodesSection.model_validate(section),
+        num_agents=1,
+        tell=world.told.append,
+        faults=world.faults,
+        listing=world.listing,
+    )
 
 
 @contextlib.asynccontextmanager

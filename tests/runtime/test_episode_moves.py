@@ -59,12 +59,13 @@ Turns = dict[EpisodeId, list[list[int]]]
 class Generator:
     """Samples a token at a time, as many as it is allowed to."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, in_flight: set[tuple[EpisodeId, int]]) -> None:
+        """``in_flight`` has the turns that some generator was asked for, by number, and has not answered."""
         self.number = number
+        self.in_flight = in_flight
         self.turns: Turns = {}
-        self.num_sampled = 0
+        self.num_sampled = self.num_asked = 0
         self.may_sample = asyncio.Semaphore(0)
-        self.asked: list[tuple[int, int | None, bool]] = []
         self.is_dropped = asyncio.Event()
         self.continue_episode = Endpoint(self._continue_episode)
 
@@ -78,14 +79,14 @@ class Generator:
         seed: int | None,
         repeated: bool,
     ) -> SampledTurn | CancelledGroup:
-        self.asked.append((episode.index, after, repeated))
+        self.num_asked += 1
         turns = self.turns.setdefault(episode, [])
         number = 0 if after is None else after + 1
+        assert repeated == ((episode, number) in self.in_flight), "only what was in flight is asked for again"
+        self.in_flight.add((episode, number))
         assert number <= len(turns), "the turn before it is here"
         if number == len(turns):
             turns.append([])
-        else:
-            assert repeated, "a turn is sampled once"
         while len(turns[number]) < TURN_TOKENS:
             allowed = asyncio.ensure_future(self.may_sample.acquire())
             dropped = asyncio.ensure_future(self.is_dropped.wait())
@@ -95,6 +96,7 @@ class Generator:
                 return CancelledGroup()
             turns[number].append(self.number)
             self.num_sampled += 1
+        self.in_flight.remove((episode, number))
         return SampledTurn(
             turn=number,
             ids_T=np.asarray(turns[number], np.int32),
@@ -151,10 +153,10 @@ class World:
 
     def __init__(self) -> None:
         self.workers = Workers()
+        self.in_flight: set[tuple[EpisodeId, int]] = set()
         self.generators: list[Generator] = []
         self.replicas: list[LiveReplica] = []
         self.is_cancelled = False
-        self.failure: Exception | None = None
         self.dies_on_restoring: set[int] = set()
         self.dies_on_storing: set[int] = set()
         self.leaves_nothing = False
@@ -165,7 +167,7 @@ class World:
 
     def next(self) -> None:
         number = len(self.generators)
-        self.generators.append(Generator(number))
+        self.generators.append(Generator(number, self.in_flight))
 
         async def stop() -> None:
             pass
@@ -240,21 +242,19 @@ class World:
             section=EpisodesSection(max_attempts=1),
             max_lost_per_group=4,
         )
-        try:
-            return await groups.sample(GROUP, make_task(0), seed=3)
-        except Exception as error:
-            self.failure = error
-            raise
+        return await groups.sample(GROUP, make_task(0), seed=3)
 
     async def until(self, is_reached: Callable[[], bool]) -> None:
         while not is_reached():
-            assert self.failure is None, self.failure
+            if self.sampling.done():
+                # Raises what it has failed with.
+                self.sampling.result()
             await asyncio.sleep(0)
 
     async def sampled(self, number: int, num_tokens: int) -> None:
         """Let a generator that has the group sample so many tokens, or to the end."""
         generator = self.generators[number]
-        await self.until(lambda: bool(generator.asked))
+        await self.until(lambda: generator.num_asked > 0)
         for _ in range(num_tokens):
             generator.may_sample.release()
         end = self.num_tokens + num_tokens
@@ -305,21 +305,9 @@ def test_every_token_is_sampled_once_however_often_generators_are_lost(before: l
     assert world.attempts == [(0, 0), (1, 0), (2, 0)]
 
 
-async def test_only_what_was_under_way_is_asked_for_as_repeated() -> None:
-    async with sampled_world() as world:
-        await world.sampled(0, 4)
-        world.lose(0)
-        await world.sampled(1, ALL_TOKENS)
-        await world.sampling
-    assert all(not repeated for _, _, repeated in world.generators[0].asked)
-    first_three, later = world.generators[1].asked[:SIZE], world.generators[1].asked[SIZE:]
-    assert {index for index, _, _ in first_three} == {0, 1, 2} and all(one[2] for one in first_three)
-    assert later and not any(repeated for _, _, repeated in later)
-
-
 @pytest.mark.usefixtures("virtual_time")
 async def test_a_turn_past_its_deadline_interrupts_its_episode_and_not_the_run() -> None:
-    generator = Generator(0)
+    generator = Generator(0, set())
     episode = EpisodeId(group_id=GROUP, index=0)
     request = EpisodeRequest(
         task=make_task(0),
@@ -335,7 +323,7 @@ async def test_a_turn_past_its_deadline_interrupts_its_episode_and_not_the_run()
     asked = TurnRequest(after=None, given_ids=np.zeros(1, np.int32), max_tokens=9, stop=())
     with pytest.raises(EpisodeInterrupted, match=r"a turn of group \d+ .*timeouts\.generate_s"):
         await turns(episode, asked)
-    assert generator.asked and not generator.num_sampled
+    assert generator.num_asked == 1 and not generator.num_sampled
 
 
 async def test_an_episode_whose_seen_turns_are_lost_runs_again_and_keeps_its_attempts() -> None:

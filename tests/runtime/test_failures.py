@@ -59,9 +59,6 @@ class Machine:
     def __init__(self, *ended: int) -> None:
         self._ended = ended
 
-    async def make_folder(self, num_bytes: int) -> Path:
-        raise NotImplementedError
-
     async def is_running(self, pid: int) -> bool:
         return pid not in self._ended
 
@@ -86,26 +83,27 @@ async def fail_beside_a_death(host: Machine, report: Callable[[ProcessManager], 
             await asyncio.sleep(60)
 
 
-class LostHosts(LocalHosts):
-    """One of them is missed as they are watched, or only as they are closed."""
+class FailingHosts(LocalHosts):
+    """They fail as they are watched, or only as they are closed."""
 
-    def __init__(self, *, is_watched: bool) -> None:
+    def __init__(self, error: Exception, *, is_watched: bool) -> None:
         super().__init__()
-        self._is_watched = is_watched
+        self._error, self._is_watched = error, is_watched
 
     async def watch(self) -> None:
         if self._is_watched:
-            raise HostLost("host b is lost")
+            raise self._error
         await super().watch()
 
     async def close(self) -> None:
         await super().close()
-        raise HostLost("host b is lost")
+        if isinstance(self._error, HostLost):
+            raise self._error
 
 
 @pytest.mark.parametrize("is_watched", [True, False])
 async def test_a_lost_host_is_one_fault_of_its_own_role(is_watched: bool) -> None:
-    manager = ProcessManager(Path("logs"), LostHosts(is_watched=is_watched))
+    manager = ProcessManager(Path("logs"), FailingHosts(HostLost("host b is lost"), is_watched=is_watched))
     await manager.open(lambda line: None)
     if is_watched:
         with pytest.raises(HostLost, match="host b"):
@@ -116,13 +114,9 @@ async def test_a_lost_host_is_one_fault_of_its_own_role(is_watched: bool) -> Non
     assert (fault.role, fault.what) == (Role.HOST, "are not whole: host b is lost")
 
 
-class UnwatchedHosts(LocalHosts):
-    async def watch(self) -> None:
-        raise ConnectionError("no agent can be called")
-
-
 async def test_hosts_that_cannot_be_watched_any_more_end_the_run() -> None:
-    manager = ProcessManager(Path("logs"), UnwatchedHosts())
+    unwatched = FailingHosts(ConnectionError("no agent can be called"), is_watched=True)
+    manager = ProcessManager(Path("logs"), unwatched)
     await manager.open(lambda line: None)
     with pytest.raises(ConnectionError, match="no agent can be called"):
         await manager.watch()
@@ -282,13 +276,10 @@ def test_the_commit_and_whether_files_differ_from_it(tmp_path: Path, monkeypatch
     assert run_log._commit() == f"{commit}, with changes"
 
 
-def test_a_deadline_shows_under_the_name_that_people_know() -> None:
+def test_the_last_line_says_what_people_know() -> None:
     assert failure_line(DeadlineExceeded("late; timeouts.x_s")) == "failed: TimeoutError: late; timeouts.x_s"
-
-
-def test_a_gpu_without_memory_is_told_with_what_lowers_it() -> None:
-    error = RuntimeError("\n".join([*"abcd", "torch.OutOfMemoryError: CUDA out of memory. 2 GiB"]))
-    assert re.search("CUDA out of memory.*--dry-run.*trainer.tokens_per_row", failure_line(error))
+    full = RuntimeError("\n".join([*"abcd", "torch.OutOfMemoryError: CUDA out of memory. 2 GiB"]))
+    assert re.search("CUDA out of memory.*--dry-run.*trainer.tokens_per_row", failure_line(full))
 
 
 def test_the_command_line_can_be_run_again() -> None:

@@ -4,15 +4,14 @@ One proc is all of them: what it has in flight is read while it runs, given up, 
 """
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from monarch.actor import ActorError
 
-from forgeasync.config import RunConfig, SamplingSection
+from forgeasync.config import SamplingSection
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import (
     EpisodeId,
@@ -21,7 +20,6 @@ from forgeasync.rollouts import (
     PayloadReader,
     SampledTurn,
     StoredRollout,
-    TokenTrace,
     decode_rollout,
     group_turns,
     keep_group,
@@ -37,81 +35,10 @@ from forgeasync.runtime import (
 )
 from forgeasync.testing import tiny_config, write_tiny_model
 
-pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
-
 PROMPT = np.arange(3, 15, dtype=np.int32)
 SAMPLING = SamplingSection(max_response_tokens=140)
 NUM_SAMPLES = 24
-"""So many that some are under way whenever one looks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    logged: list[LoggedTurn]
-    """Of a group of responses that was given up within its sampling."""
-    continued: list[TokenTrace]
-    """The same group, continued."""
-    turn: LoggedTurn
-    """Of an episode that was dropped, most likely within its only turn."""
-    repeated: SampledTurn
-    """That turn, asked for again."""
-    episode: TokenTrace
-    restored_late: CancelledGroup | Mapping[EpisodeId, frozenset[int]]
-    """The answer to restoring the group that was dropped here."""
-    problem: str
-    """With data that is torn."""
-    missing: InFlightRead
-    removed: bool
-
-
-async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
-    manager = ProcessManager(out)
-    host = LocalHost(id=LOCAL_HOST_ID, folders=[])
-    try:
-        generators = await start_generators(manager, config, read_model_facts(str(folder)), folder)
-        actor = generators.pool.replicas[0].actor
-        log = await actor.in_flight.call_one()
-        assert log is not None and log.is_relative_to(manager.payload_folders[0])
-
-        # Nothing is asked of the log before the group has tokens in it.
-        sampling = asyncio.ensure_future(_sample(actor, 40, None))
-        read = await _until_logged(host, log, 40)
-        await actor.cancel_groups.call_one([40])
-        await sampling
-        stored = await _sample(actor, 40, read.groups[40])
-        assert not isinstance(stored, CancelledGroup)
-
-        episode = EpisodeId(group_id=41, index=2)
-        asking = asyncio.ensure_future(_turn(actor, episode, repeated=False))
-        (turn,) = group_turns((await _until_logged(host, log, 41)).groups[41])
-        await actor.drop_episodes.call_one(41)
-        await asking
-        late = await actor.restore_episodes.call_one(41, keep_group([turn]).data)
-        elsewhere = replace(episode, group_id=42)
-        turn = replace(turn, begun=replace(turn.begun, episode=elsewhere))
-        restored = await actor.restore_episodes.call_one(42, keep_group([turn]).data)
-        assert restored == ({} if turn.ended is None else {elsewhere: frozenset({0})})
-        repeated = await _turn(actor, elsewhere, repeated=True)
-        ended = EndedEpisode(episode=elsewhere, is_truncated=False)
-        (of_episode,) = await actor.store_episodes.call_one(42, [ended])
-        traces = [_trace(rollout) for rollout in (*stored, of_episode)]
-
-        with pytest.raises(ActorError) as torn:
-            await _sample(actor, 43, read.groups[40] + bytes(3))
-        await host.remove_in_flight(log)
-        return Seen(
-            logged=list(group_turns(read.groups[40])),
-            continued=traces[:-1],
-            turn=turn,
-            repeated=repeated,
-            episode=traces[-1],
-            restored_late=late,
-            problem=str(torn.value.exception),
-            missing=await host.read_in_flight(log, [40]),
-            removed=not log.exists(),
-        )
-    finally:
-        await manager.close()
+"""A number with which some are in flight whenever one looks."""
 
 
 async def _sample(
@@ -134,48 +61,74 @@ async def _until_logged(host: LocalHost, log: Path, group_id: int) -> InFlightRe
     return read
 
 
-def _trace(rollout: StoredRollout) -> TokenTrace:
+def _ids_after(rollout: StoredRollout, turn: LoggedTurn) -> list[int]:
+    """The tokens of a response, which begins with all that was logged of it."""
     (branch,) = rollout.branches
     reader = PayloadReader(LOCAL_HOST_ID)
-    return decode_rollout(reader.read(branch.prompt), reader.read(branch.response))
+    trace = decode_rollout(reader.read(branch.prompt), reader.read(branch.response))
+    assert trace.prompt_ids_P.tolist() == PROMPT.tolist()
+    if turn.batch is not None:
+        num_tokens = turn.num_tokens
+        assert trace.response_ids_T[:num_tokens].tolist() == turn.batch.ids_N.tolist()
+        assert trace.logprobs_T[:num_tokens].tobytes() == turn.batch.logprobs_N.tobytes()
+        old_RMK = np.sort(turn.batch.rows_RMK, axis=-1)
+        assert trace.routed_experts.expert_ids_RMK[: len(old_RMK)].tolist() == old_RMK.tolist()
+    return trace.response_ids_T.tolist()
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    folder = write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=6.0)
-    out = tmp_path_factory.mktemp("logs")
-    return asyncio.run(_scenario(tiny_config(folder), folder, out))
+async def _continue_groups(actor: GeneratorActor, host: LocalHost, log: Path) -> None:
+    # Nothing is asked of the log before the group has tokens in it.
+    sampling = asyncio.ensure_future(_sample(actor, 40, None))
+    data = (await _until_logged(host, log, 40)).groups[40]
+    await actor.cancel_groups.call_one([40])
+    await sampling
+    logged, stored = list(group_turns(data)), await _sample(actor, 40, data)
+    assert not isinstance(stored, CancelledGroup) and sum(turn.num_tokens for turn in logged) > 0
+    assert len(stored) == len(logged) == NUM_SAMPLES
+    for turn, rollout in zip(logged, stored, strict=True):
+        _ids_after(rollout, turn)
+    with pytest.raises(ActorError) as torn:
+        await _sample(actor, 43, data + bytes(3))
+    assert "the last 3 of" in str(torn.value.exception)
 
 
-def test_a_group_goes_on_from_what_its_host_has_read(seen: Seen) -> None:
-    assert len(seen.logged) == len(seen.continued) == NUM_SAMPLES
-    assert sum(turn.num_tokens for turn in seen.logged) > 0
-    for turn, trace in zip(seen.logged, seen.continued, strict=True):
-        assert trace.prompt_ids_P.tolist() == PROMPT.tolist()
-        assert_begins_with(trace, turn)
+async def _continue_episodes(actor: GeneratorActor, host: LocalHost, log: Path) -> None:
+    """One is dropped, most likely within its only turn, and goes on as one of another group."""
+    episode = EpisodeId(group_id=41, index=2)
+    asking = asyncio.ensure_future(_turn(actor, episode, repeated=False))
+    (turn,) = group_turns((await _until_logged(host, log, 41)).groups[41])
+    await actor.drop_episodes.call_one(41)
+    await asking
+    late = await actor.restore_episodes.call_one(41, keep_group([turn]).data)
+    assert late == CancelledGroup(), "dropped groups do not come back"
+    episode = replace(episode, group_id=42)
+    turn = replace(turn, begun=replace(turn.begun, episode=episode))
+    restored = await actor.restore_episodes.call_one(42, keep_group([turn]).data)
+    assert restored == ({} if turn.ended is None else {episode: frozenset({0})})
+    repeated = await _turn(actor, episode, repeated=True)
+    assert isinstance(repeated, SampledTurn) and repeated.turn == 0
+    ended = EndedEpisode(episode=episode, is_truncated=False)
+    (stored,) = await actor.store_episodes.call_one(42, [ended])
+    assert _ids_after(stored, turn) == repeated.ids_T.tolist()
 
 
-def assert_begins_with(trace: TokenTrace, turn: LoggedTurn) -> None:
-    if turn.batch is None:
-        return
-    num_tokens = turn.num_tokens
-    assert trace.response_ids_T[:num_tokens].tolist() == turn.batch.ids_N.tolist()
-    assert trace.logprobs_T[:num_tokens].tobytes() == turn.batch.logprobs_N.tobytes()
-    old_RMK = np.sort(turn.batch.rows_RMK, axis=-1)
-    assert trace.routed_experts.expert_ids_RMK[: len(old_RMK)].tolist() == old_RMK.tolist()
-
-
-def test_an_episode_goes_on_where_it_was_restored(seen: Seen) -> None:
-    assert seen.repeated.turn == 0
-    assert seen.episode.response_ids_T.tolist() == seen.repeated.ids_T.tolist()
-    assert_begins_with(seen.episode, seen.turn)
-    assert seen.restored_late == CancelledGroup(), "dropped groups do not come back"
-
-
-def test_data_that_is_torn_is_refused(seen: Seen) -> None:
-    assert "the last 3 of" in seen.problem and "are no whole record" in seen.problem
-
-
-def test_the_log_of_a_process_can_be_removed(seen: Seen) -> None:
-    assert seen.removed and seen.missing.groups == {}
-    assert "cannot be read" in seen.missing.problem
+@pytest.mark.processes
+@pytest.mark.exhaustive
+async def test_groups_and_episodes_go_on_from_what_their_host_has_read(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf", scale=6.0)
+    manager = ProcessManager(tmp_path)
+    host = LocalHost(id=LOCAL_HOST_ID, folders=[])
+    try:
+        generators = await start_generators(
+            manager, tiny_config(folder), read_model_facts(str(folder)), folder
+        )
+        actor = generators.pool.replicas[0].actor
+        log = await actor.in_flight.call_one()
+        assert log is not None and log.is_relative_to(manager.payload_folders[0])
+        await _continue_groups(actor, host, log)
+        await _continue_episodes(actor, host, log)
+        await host.remove_in_flight(log)
+        missing = await host.read_in_flight(log, [40])
+        assert not log.exists() and missing.groups == {} and "cannot be read" in missing.problem
+    finally:
+        await manager.close()

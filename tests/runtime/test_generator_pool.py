@@ -1,4 +1,4 @@
-"""Generators that die, stop answering and cannot be started: real processes, scripted actors."""
+"""Generators that die, stop answering and take versions together: real processes, scripted actors."""
 
 import asyncio
 import signal
@@ -11,6 +11,7 @@ from monarch.actor import ActorError
 from forgeasync.buffer import DropReason
 from forgeasync.config import SamplingSection, TimeoutSection
 from forgeasync.runtime import (
+    MAX_FAILED_FETCHES,
     CancelledGroup,
     GroupGivenUp,
     ProcessLost,
@@ -19,10 +20,10 @@ from forgeasync.runtime import (
     replica_states,
     router,
 )
+from forgeasync.weights import HostShare
 from tests.support.loops import Endpoint
-from tests.support.replicas import ReplicaWorld, generators_of
+from tests.support.replicas import ReplicaWorld, generators_of, manifest_of
 from tests.support.rollouts import make_stored_rollout
-from tests.support.standing_still import CALL
 
 SAMPLING = SamplingSection(max_response_tokens=8)
 PROMPT = np.arange(3, dtype=np.int32)
@@ -51,42 +52,39 @@ async def finished(world: ReplicaWorld, groups: "list[asyncio.Task[object]]") ->
     assert await asyncio.gather(*groups) == [()] * len(groups)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_generator_that_is_gone_is_replaced_and_its_groups_go_on_elsewhere(
-    sent: signal.Signals,
-) -> None:
-    async with generators_of(("a", "a"), heartbeat_s=1000.0) as world:
+async def test_groups_of_a_generator_that_is_gone_go_on_elsewhere() -> None:
+    async with generators_of(("a", "a")) as world:
         groups = [sample(world, group) for group in range(4)]
         await world.until(lambda: len(running(world)) == 4)
         assert sorted(running(world).values()) == [0, 0, 1, 1]
         assert sum(one.num_generated_tokens for one in await world.router.stats()) == 20
-        world.kill(0, sent)
-        if sent is signal.SIGSTOP:
-            replica = world.pool.replicas[0]
-            await world.until(lambda: replica.heartbeat.is_late)
-            # As if the answer had taken so long.
-            replica.heartbeat.silent_s += 600.0
-            await world.until(lambda: world.state(0) is ReplicaState.SUSPECT)
-            replica.heartbeat.silent_s += 600.0
-        await world.until(lambda: world.state(0) is ReplicaState.DEAD)
-        assert (f"MainThread in {CALL} (" in world.told[0]) == (sent is signal.SIGSTOP)
-        if sent is signal.SIGSTOP:
-            assert "; the controller waits in GeneratorRouter.sample_group (forgeasync/" in world.told[0]
-            assert "(4 of these)" in world.told[0]
+        world.kill(0)
         await replaced(world)
         await finished(world, groups)
         # Each group was sampled with its own prompt and seed, those of the lost one twice.
         sampled = [call for call, _, when in world.log if call.startswith("sample")]
         assert sorted(sampled) == sorted(f"sample {group} [0, 1, 2] 11" for group in (0, 1, 2, 3, *(0, 2)))
-        assert world.generators[0].process.wait() == -signal.SIGKILL, "also one that has stopped"
-        metrics = world.faults.metrics()
-        assert metrics["faults/detected_generator"] == metrics["faults/recovered_generator"] == 1
         assert world.router.metrics()["generator/num_moved_groups"] == 2
-        live = {world.generators[number].process.pid for number in (1, 2)}
-        assert {one.pid for one in world.listing.entries} == live
-        await world.until(lambda: world.num_stopped == 1)
         tokens = [one.num_generated_tokens for one in await world.router.stats()]
         assert sum(tokens) == 30, "those of the lost one still count"
+
+
+async def test_one_that_does_not_answer_is_suspect_before_it_is_lost() -> None:
+    async with generators_of(("a", "a"), heartbeat_s=1000.0) as world:
+        groups = [sample(world, group) for group in range(2)]
+        await world.until(lambda: len(running(world)) == 2)
+        world.kill(0, signal.SIGSTOP)
+        replica = world.pool.replicas[0]
+        await world.until(lambda: replica.heartbeat.is_late)
+        # As if the answer had taken so long.
+        replica.heartbeat.silent_s += 600.0
+        await world.until(lambda: world.state(0) is ReplicaState.SUSPECT)
+        replica.heartbeat.silent_s += 600.0
+        await world.until(lambda: world.state(0) is ReplicaState.DEAD)
+        assert "the controller waits in GeneratorRouter.sample_group (" in world.told[0]
+        assert "(2 of these)" in world.told[0]
+        await replaced(world)
+        await finished(world, groups)
 
 
 @pytest.mark.parametrize("has_group", [False, True])
@@ -156,23 +154,6 @@ async def test_a_response_that_loses_all_generators_is_told_to_who_asked() -> No
         world.kill(0)
         with pytest.raises(GroupGivenUp, match=r"answering .*: generator 0 .* is gone, the last of 1 lost"):
             await asked
-
-
-async def test_one_that_joins_is_given_groups_after_its_update(tmp_path: Path) -> None:
-    async with generators_of(("a", "a")) as world:
-        await world.router.connect_weights(None, (), [tmp_path] * 2)  # type: ignore[arg-type]
-        assert await world.update(0, 4)
-        world.kill(1)
-        await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.STALE)
-        groups = [sample(world, group) for group in range(3)]
-        await world.until(lambda: len(running(world)) == 3)
-        assert set(running(world).values()) == {0} and world.faults.open
-        assert world.generators[2].joined, "connected before it is told of versions"
-        assert await world.update(0, 4)
-        groups.append(sample(world, 3))
-        await world.until(lambda: running(world).get(3) == 2)
-        assert not world.faults.open
-        await finished(world, groups)
 
 
 async def test_what_a_lost_generator_has_left_is_freed(tmp_path: Path) -> None:
@@ -251,3 +232,93 @@ async def test_one_whose_engine_stands_still_behind_its_event_loop_is_replaced()
             await world.router.kv_usage(world.pool.replicas[0])
         assert "how full its KV cache is within timeouts.generate_s = 0.2 s" in world.told[0]
         await replaced(world, by=1)
+
+
+# --- Updates: all generators of a host fetch, then all stage, then all swap ---
+
+
+HOSTS = ("a", "b", "a", "a")
+"""Of every rank; numbers are the same until one is lost."""
+
+
+def called(world: ReplicaWorld, name: str) -> set[int]:
+    return {number for call, number, _ in world.log if call == name}
+
+
+async def test_each_act_starts_when_all_have_ended_the_one_before() -> None:
+    async with generators_of(HOSTS) as world:
+        report = await world.router.begin_update(0, manifest_of(7))
+        assert report is not None and report.is_complete and report.num_bytes_needed == 100
+        assert (report.num_bytes_moved, report.fetch_s) == (10 + 12 + 13, 3.0)
+        swapped = await world.router.finish_update(0, 7)
+        assert [(one.number, one.report.num_crossing) for one in swapped] == [(0, 0), (2, 2), (3, 3)]
+        acts = ("begin_update", "stage_update", "finish_update")
+        assert [name for name, _, _ in world.log] == [name for name in acts for _ in range(6)]
+        assert all(called(world, name) == {0, 2, 3} for name in acts)
+        of_host = [world.generators[number].shares for number in (0, 2, 3)]
+        assert of_host == [[HostShare(index=index, count=3)] for index in range(3)]
+
+
+async def test_a_share_that_never_arrives_stops_the_update_and_its_generator_is_replaced() -> None:
+    async with generators_of(HOSTS) as world:
+        world.generators[2].is_complete = False
+        for _ in range(MAX_FAILED_FETCHES):
+            assert world.state(2) is ReplicaState.HEALTHY
+            assert not await world.update(0, 7)
+            assert called(world, "abandon_update") == {0, 2, 3} and not called(world, "stage_update")
+        assert world.state(2) is ReplicaState.DEAD and world.state(0) is ReplicaState.HEALTHY
+        assert "5 consecutive fetches failed their checksums" in world.faults.open[0].what
+        await world.until(lambda: 4 in world.generators and world.state(4) is ReplicaState.STALE)
+        assert await world.update(0, 7) and world.state(4) is ReplicaState.HEALTHY
+
+
+@pytest.mark.usefixtures("virtual_time")
+@pytest.mark.parametrize("act", ["begin_update", "stage_update", "finish_update"])
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_one_that_is_lost_in_an_update_holds_nobody_up(act: str, is_late: bool) -> None:
+    """Until all have staged the others keep their weights; after that they go on to the version."""
+    timeouts = TimeoutSection(weights_s=0.5, generate_s=0.5) if is_late else TimeoutSection()
+    async with generators_of(HOSTS, timeouts=timeouts) as world:
+        world.generators[2].holds.add(act)
+        updating = asyncio.create_task(world.update(0, 7))
+        await world.until(lambda: (act, 2, "begins") in world.log)
+        if not is_late:
+            world.kill(2)
+        is_swapped = await updating
+        assert world.state(2) is ReplicaState.DEAD
+        assert is_swapped == (act == "finish_update")
+        abandoned = set() if is_swapped else {0, 3}
+        assert called(world, "abandon_update") == abandoned
+        await world.until(lambda: 4 in world.generators and world.state(4) is ReplicaState.STALE)
+        assert world.faults.open, "it recovers with the version"
+        if is_swapped:
+            # The others have the version: the new one takes it alone.
+            world.log.clear()
+            assert await world.update(0, 7) and called(world, "begin_update") == {4}
+            assert world.generators[4].shares == [HostShare()]
+        else:
+            assert await world.update(0, 7) and called(world, "finish_update") == {0, 3, 4}
+            assert world.generators[3].shares[-1] == HostShare(index=1, count=3)
+        assert world.state(4) is ReplicaState.HEALTHY and not world.faults.open
+        assert {world.pool.table.state.of(number).version for number in (0, 3, 4)} == {7}
+        # Afterwards all of them together again; who takes part decides about the shares.
+        assert await world.update(0, 8)
+        told = [world.generators[number].shares[-1] for number in (0, 3, 4)]
+        together = [HostShare(index=index, count=3) for index in range(3)]
+        assert told == (together if is_swapped else [None] * 3)
+
+
+async def test_the_first_generator_of_a_host_makes_what_the_others_open() -> None:
+    async with generators_of(HOSTS) as world:
+        folders = [Path(f"/shm/{host}") for host in HOSTS]
+        routes = await world.router.connect_weights(None, (), folders)  # type: ignore[arg-type]
+        assert routes == ["as copies"], "each route once"
+        joined = {number: one.joined for number, one in world.generators.items()}
+        of_a = [[(HostShare(index=index, count=3), False)] for index in range(3)]
+        assert [joined[number] for number in (0, 2, 3)] == of_a
+        assert joined[1] == [(HostShare(index=0, count=1), False)]
+        log = [(number, when) for _, number, when in world.log if number != 1]
+        assert log == [(number, when) for number in (0, 2, 3) for when in ("begins", "ends")]
+        world.kill(0)
+        await world.until(lambda: 4 in world.generators and world.state(4) is ReplicaState.HEALTHY)
+        assert world.generators[4].joined == [(HostShare(index=0, count=1), True)], "the files are there"

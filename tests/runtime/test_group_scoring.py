@@ -1,8 +1,9 @@
-"""Scoring of groups: side by side, under the right deadlines, retried, and given up one by one."""
+"""Scoring of groups: response by response as they finish, retried, and given up one by one."""
 
 import asyncio
 import dataclasses
 import math
+import re
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 from forgeasync.config import SamplingSection, ScorerSection
 from forgeasync.controller import ProblemSet, evaluate
 from forgeasync.environments import Response
-from forgeasync.observability import HeldOutScores
 from forgeasync.processes import MemoryPeak
 from forgeasync.rollouts import FinishReason, Score, Task, VerifierCounts, VersionRange
 from forgeasync.runtime import (
@@ -24,77 +24,64 @@ from forgeasync.runtime import (
     SampledResponse,
     ScoredResponses,
     ScoreQueue,
+    Unavailable,
     Unscored,
 )
-from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool
 from forgeasync.testing import HandTime, tiny_config
 from forgeasync.waiting import DeadlineExceeded
 from tests.support.buffer_world import make_task
 from tests.support.loops import Prompts, make_problem
 
 MAX_LOST = ScorerSection().max_lost
-ENDLESS = r"\boxed{\Gamma(1000000000)}"
-Call = Callable[[Task, Sequence[Response]], Awaitable[ScoredResponses]]
+Answer = ScoredResponses | Unavailable
+Call = Callable[[Task, Sequence[Response], int], Awaitable[Answer]]
+TASK = make_task(0)
+AWAY = Unavailable(reason="the judge is down", retry_after_s=0.01)
 
 
-def some(num: int) -> list[Response]:
-    return [Response("a", 1, FinishReason.STOP)] * num
+def response(text: str) -> Response:
+    return Response(text, 1, FinishReason.STOP)
+
+
+def responses(num: int) -> list[Response]:
+    return [response(str(index)) for index in range(num)]
+
+
+def scores(num: int) -> tuple[Score, ...]:
+    """Of those responses."""
+    return tuple(Score(float(index), False) for index in range(num))
 
 
 def scored(*values: float, num_timeouts: int = 0) -> ScoredResponses:
-    scores = tuple(Score(value=value, is_correct=value >= 2.0) for value in values)
-    return ScoredResponses(scores=scores, counts=VerifierCounts(num_timeouts=num_timeouts))
+    given = tuple(Score(value=value, is_correct=value >= 2.0) for value in values)
+    return ScoredResponses(scores=given, counts=VerifierCounts(num_timeouts=num_timeouts))
 
 
-def make_scoring(call: Call, **section: int) -> GroupScoring:
-    """Whole groups are scored by one call each; ``test_scorer_pool`` has those that are not."""
-
-    async def with_place(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
-        assert first == 0
-        return await call(task, responses)
-
-    config = ScorerSection(**({"max_concurrent": 8, "max_attempts": 3, "max_in_flight": 16} | section))
-    pool = ScoreQueue([with_place], config, retry_wait_s=0.0, isolation="landlock")
-    return GroupScoring(pool, config, compares=lambda task: True)
+def pool_of(*calls: Call, is_whole: bool = False, **section: float) -> tuple[ScoreQueue, GroupScoring]:
+    """Scorers that are called; with ``is_whole`` by one call for each group."""
+    config = ScorerSection(**section)  # type: ignore[arg-type]
+    pool = ScoreQueue(list(calls), config, retry_wait_s=0.0, isolation="walls")
+    return pool, GroupScoring(pool, config, compares=lambda task: is_whole)
 
 
 class Answers:
     """A scorer whose calls have the given answers, the last one again and again; an exception is raised."""
 
-    def __init__(self, *answers: ScoredResponses | Exception) -> None:
+    def __init__(self, *answers: Answer | Exception) -> None:
         self._answers = answers
-        self.asked: list[tuple[Task, Sequence[Response]]] = []
+        self.asked: list[Sequence[Response]] = []
 
-    async def __call__(self, task: Task, responses: Sequence[Response]) -> ScoredResponses:
-        self.asked.append((task, responses))
+    async def __call__(self, task: Task, responses: Sequence[Response], first: int) -> Answer:
+        self.asked.append(responses)
         answer = self._answers[min(len(self.asked), len(self._answers)) - 1]
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
-class Busy:
-    """How many calls run at once."""
-
-    def __init__(self) -> None:
-        self.num_running = self.most = 0
-
-    async def __call__(self, task: Task, responses: Sequence[Response]) -> ScoredResponses:
-        self.num_running += 1
-        self.most = max(self.most, self.num_running)
-        await some_turns()
-        self.num_running -= 1
-        return scored(0.5)
-
-
 async def some_turns(num: int = 5) -> None:
     for _ in range(num):
         await asyncio.sleep(0)
-
-
-async def score_groups(scoring: GroupScoring, *numbers: int) -> list[object]:
-    """Groups of one response, side by side."""
-    return await asyncio.gather(*(scoring.score(f"group {i}", make_task(i), some(1)) for i in numbers))
 
 
 class TestScore:
@@ -111,13 +98,6 @@ class TestScore:
             ({"value": 1e39}, "a score must be finite, at most 1e"),
             # Correctness is said, and not guessed from the value.
             ({"value": 1.0, "is_correct": 1}, "is_correct"),
-            *(
-                (
-                    {"value": 1.0, "penalties": {"tools": 0.5, "format": one}},
-                    "penalties.*'format'|'format' in p",
-                )
-                for one in (-0.1, math.nan, math.inf, True, "1")
-            ),
         ],
     )
     def test_what_is_no_score_is_refused_by_name(self, fields: dict[str, object], message: str) -> None:
@@ -129,140 +109,219 @@ class TestScore:
         assert Score(value=-3, is_correct=True).is_correct
 
 
+class Scorers:
+    """Scorers whose calls wait until they are told to go on; they keep what they were asked for."""
+
+    def __init__(self, num_replicas: int = 1, **section: int) -> None:
+        self.asked: list[tuple[int, str]] = []
+        """Replica and text."""
+        self.is_open = asyncio.Event()
+        self.is_lost = [asyncio.Event() for _ in range(num_replicas)]
+        self.pool, self.groups = pool_of(*map(self._call, range(num_replicas)), **section)
+
+    def _call(self, rank: int) -> Call:
+        async def call(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
+            self.asked += [(rank, one.text) for one in responses]
+            lost = asyncio.ensure_future(self.is_lost[rank].wait())
+            opened = asyncio.ensure_future(self.is_open.wait())
+            await asyncio.wait([lost, opened], return_when=asyncio.FIRST_COMPLETED)
+            if lost.done():
+                raise ProcessLost(f"scorer {rank} was gone before it answered")
+            given = tuple(Score(float(one.text), False) for one in responses)
+            return ScoredResponses(scores=given, counts=VerifierCounts())
+
+        return call
+
+    def finished(self, *texts: str) -> None:
+        """Responses of group 7 end, at the places that their texts name."""
+        for text in texts:
+            self.groups.finished(7, TASK, int(text), response(text))
+
+    def lose(self, rank: int) -> None:
+        self.is_lost[rank].set()
+        self.pool.set_up(rank, False)
+
+    def replace(self, rank: int) -> None:
+        self.is_lost[rank] = asyncio.Event()
+        self.pool.set_up(rank, True)
+
+    def metric(self, name: str) -> float:
+        return self.groups.metrics()[name]
+
+    async def until(self, is_reached: Callable[[], bool]) -> None:
+        while not is_reached():
+            await asyncio.sleep(0)
+
+
 class TestGroupScoring:
+    async def test_responses_are_scored_while_others_of_their_group_are_sampled(self) -> None:
+        scorers = Scorers()
+        scorers.is_open.set()
+        scorers.finished("2", "0")
+        await scorers.until(lambda: scorers.metric("score/num_in_flight") == 0)
+        assert scorers.asked == [(0, "2"), (0, "0")]
+        assert await scorers.groups.score_group(7, TASK, responses(3)) == scores(3)
+        assert scorers.asked == [(0, "2"), (0, "0"), (0, "1")], "no response twice"
+        assert scorers.metric("score/num_early") == 2
+
+    async def test_a_score_counts_only_for_the_response_that_the_group_ends_with(self) -> None:
+        """Its generator was lost after the response had ended, and sampled another one."""
+        scorers = Scorers()
+        scorers.is_open.set()
+        scorers.finished("0", "1")
+        await scorers.until(lambda: len(scorers.asked) == 2)
+        found = await scorers.groups.score_group(7, TASK, [response("5"), response("1")])
+        assert found == (Score(5.0, False), Score(1.0, False))
+        assert scorers.metric("score/num_early") == 1
+
+    async def test_a_group_that_is_given_up_withdraws_its_responses(self) -> None:
+        scorers = Scorers(max_in_flight=2)
+        scorers.finished(*"012345")
+        await scorers.until(lambda: len(scorers.asked) == 2)
+        scorers.groups.forget(7)
+        await scorers.until(lambda: scorers.metric("score/num_queued") == 0)
+        assert len(scorers.asked) == 2 and scorers.metric("score/num_in_flight") == 0
+        assert scorers.metric("scoring/num_failed_attempts") == 0
+        scorers.groups.forget(7)
+
+    async def test_a_full_queue_leaves_responses_to_the_end_of_their_group(self) -> None:
+        scorers = Scorers(max_in_flight=1, max_queued=2)
+        scorers.finished(*"01234567")
+        assert scorers.metric("score/num_queued") == 2
+        group = asyncio.create_task(scorers.groups.score_group(7, TASK, responses(8)))
+        scorers.is_open.set()
+        assert await group == scores(8)
+        assert len(scorers.asked) == 8
+        assert scorers.metric("score/num_early") == 3
+
+    async def test_a_replica_that_is_lost_gives_its_responses_to_others_and_gets_none(self) -> None:
+        scorers = Scorers(num_replicas=2)
+        group = asyncio.create_task(scorers.groups.score("group 7", TASK, responses(4)))
+        await scorers.until(lambda: len(scorers.asked) == 4)
+        of_first = [text for rank, text in scorers.asked if rank == 0]
+        scorers.lose(0)
+        await scorers.until(lambda: len(scorers.asked) == 6)
+        assert scorers.asked[4:] == [(1, text) for text in of_first]
+        scorers.is_open.set()
+        assert await group == scores(4)
+        scorers.replace(0)
+        await scorers.groups.score("group 8", TASK, responses(4))
+        assert {rank for rank, _ in scorers.asked[6:]} == {0, 1}
+        assert scorers.metric("scoring/num_lost_calls") == scorers.metric("score/num_retried") == 2
+        assert scorers.metric("scoring/num_failed_attempts") == scorers.metric("score/num_failed") == 0
+
+    async def test_responses_wait_while_no_scorer_is_there(self) -> None:
+        scorers = Scorers()
+        scorers.is_open.set()
+        scorers.lose(0)
+        group = asyncio.create_task(scorers.groups.score("group 7", TASK, responses(1)))
+        await some_turns(20)
+        assert not group.done() and not scorers.asked
+        scorers.replace(0)
+        assert await group == scores(1)
+
     async def test_groups_are_scored_side_by_side_up_to_the_bound(self) -> None:
-        busy = Busy()
-        await score_groups(make_scoring(busy, max_concurrent=3), *range(10))
-        assert busy.most == 3
+        num_running = most = 0
 
-    async def test_a_slow_group_holds_up_no_other(self) -> None:
-        slow = asyncio.Event()
+        async def call(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
+            nonlocal num_running, most
+            num_running += 1
+            most = max(most, num_running)
+            await some_turns()
+            num_running -= 1
+            return scored(0.5)
 
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            if task.source_index == 0:
-                await slow.wait()
-            return scored(0.0)
+        _, groups = pool_of(call, max_concurrent=3)
+        await asyncio.gather(*(groups.score(f"group {number}", TASK, responses(1)) for number in range(10)))
+        assert most == 3
 
-        scoring = make_scoring(judge, max_concurrent=2)
-        first = asyncio.create_task(score_groups(scoring, 0))
-        await score_groups(scoring, *range(1, 6))
-        assert not first.done()
-        slow.set()
-        await first
-
-    async def test_one_refused_connection_costs_an_attempt_and_no_group(self) -> None:
-        scoring = make_scoring(Answers(ConnectionRefusedError("nobody listens"), scored(0.5, 2.0)))
-        scores = await scoring.score("group 7", make_task(0), some(2))
-        assert scores == (Score(value=0.5, is_correct=False), Score(value=2.0, is_correct=True))
-        assert scoring.metrics()["scoring/num_failed_attempts"] == 1
+    @pytest.mark.parametrize(
+        ("failures", "max_attempts", "metric"),
+        [
+            pytest.param([ConnectionRefusedError()], 2, "scoring/num_failed_attempts", id="fails"),
+            # These cost no attempt.
+            pytest.param([ProcessLost("gone")] * (MAX_LOST - 1), 1, "scoring/num_lost_calls", id="is lost"),
+            pytest.param([AWAY] * 5, 1, "score/num_deferred", id="is not available"),
+        ],
+    )
+    async def test_the_same_responses_are_scored_again_after_one_that(
+        self, failures: list[Answer | Exception], max_attempts: int, metric: str
+    ) -> None:
+        judge = Answers(*failures, scored(0.5, 2.0))
+        _, groups = pool_of(judge, is_whole=True, max_attempts=max_attempts)
+        given = responses(2)
+        found = await groups.score("group 7", TASK, given)
+        assert found == (Score(value=0.5, is_correct=False), Score(value=2.0, is_correct=True))
+        assert judge.asked == [given] * (len(failures) + 1)
+        metrics = groups.metrics()
+        assert metrics[metric] == len(failures)
+        assert metrics["scoring/num_failed_attempts"] == max_attempts - 1 and not metrics["score/num_failed"]
 
     @pytest.mark.parametrize(
         ("answer", "reason"),
         [
-            (ConnectionRefusedError("nobody listens"), "ConnectionRefusedError: nobody listens"),
-            (TimeoutError(), "TimeoutError"),
-            (RuntimeError("Traceback\n  line 1\nValueError: deep down"), "ValueError: deep down"),
+            (ConnectionRefusedError("nobody"), "in 4 attempts.* ConnectionRefusedError: nobody"),
+            (TimeoutError(), "in 4 attempts.* TimeoutError"),
+            (RuntimeError("Traceback\n  line 1\nValueError: deep down"), "in 4 attempts.*ValueError: deep"),
             (scored(1.0), "group 17 has 2 responses, and the scorer gave 1 scores"),
             (scored(1.0, 1.0, 1.0), "group 17 has 2 responses, and the scorer gave 3 scores"),
             (ScoredResponses(scores=(1.0, math.nan), counts=VerifierCounts()), "1.0, which is no Score"),
+            (ProcessLost("process 7 was gone"), f"lost its scorer {MAX_LOST} times.*: process 7 was gone"),
+            (AWAY, "scorer.max_unavailable_s = 0.1 s: the judge is down"),
         ],
+        ids=["refused", "late", "remote", "too_few", "too_many", "no_score", "lost", "unavailable"],
     )
     async def test_what_always_fails_is_given_up_with_group_and_reason(
-        self, answer: Exception | ScoredResponses, reason: str
+        self, answer: Answer | Exception, reason: str
     ) -> None:
         judge = Answers(answer)
-        scoring = make_scoring(judge, max_attempts=4)
-        result = await scoring.score("group 17", make_task(0), some(2))
+        _, groups = pool_of(judge, is_whole=True, max_attempts=4, max_unavailable_s=0.1)
+        result = await groups.score("group 17", TASK, responses(2))
         assert isinstance(result, Unscored)
-        assert "group 17 was not scored in 4 attempts" in result.reason and reason in result.reason
-        assert len(judge.asked) == 4 == scoring.metrics()["scoring/num_failed_attempts"]
+        assert re.match(f"group 17 .*{reason}", result.reason), result.reason
+        metrics = groups.metrics()
+        num_lost = MAX_LOST if isinstance(answer, ProcessLost) else 0
+        num_failed = 0 if num_lost or answer is AWAY else 4
+        assert metrics["scoring/num_lost_calls"] == num_lost
+        assert metrics["scoring/num_failed_attempts"] == num_failed
+        assert len(judge.asked) == num_lost + num_failed or answer is AWAY
 
-    async def test_a_loss_of_the_scorer_is_no_attempt_and_the_same_responses_are_scored_again(self) -> None:
-        judge = Answers(*[ProcessLost("gone")] * (MAX_LOST - 1), scored(0.5))
-        scoring = make_scoring(judge, max_attempts=1)
-        responses = some(1)
-        scores = await scoring.score("group 3", make_task(0), responses)
-        assert scores == (Score(value=0.5, is_correct=False),)
-        assert judge.asked == [(make_task(0), responses)] * MAX_LOST
-        metrics = scoring.metrics()
-        assert metrics["scoring/num_lost_calls"] == MAX_LOST - 1
-        assert metrics["scoring/num_failed_attempts"] == 0
+    async def test_one_response_without_a_score_costs_the_group_and_ends_the_others_calls(self) -> None:
+        num_ended = 0
 
-    async def test_a_group_that_ends_the_scorer_is_given_up_and_no_other(self) -> None:
-        """Group 0 ends the scorer, with everything that it scores at that moment."""
-        lost = asyncio.Event()
-        num_begun = 0
-
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            nonlocal lost, num_begun
-            num_begun += 1
-            mine = lost
-            if task.source_index == 0:
-                # Others begin meanwhile.
-                await some_turns(20)
-                lost = asyncio.Event()
-                mine.set()
-                raise ProcessLost("the scorer (process 7) was gone before it answered")
-            if num_begun <= 4:
-                await mine.wait()
-                raise ProcessLost("the scorer (process 7) was gone before it answered")
-            await some_turns()
-            if mine.is_set():
-                raise ProcessLost("the scorer (process 8) was gone before it answered")
-            return scored(0.5)
-
-        scoring = make_scoring(judge, max_in_flight=4)
-        killer, *others = await score_groups(scoring, *range(4))
-        assert isinstance(killer, Unscored)
-        assert "group 0 lost its scorer 6 times, at last: the scorer (process 7) was gone" in killer.reason
-        assert not any(isinstance(other, Unscored) for other in others)
-
-    async def test_groups_that_have_lost_a_scorer_are_scored_one_at_a_time(self) -> None:
-        seen: set[int] = set()
-        busy = Busy()
-
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            if task.source_index not in seen:
-                seen.add(task.source_index)
-                raise ProcessLost("gone")
-            return await busy(task, responses)
-
-        await score_groups(make_scoring(judge, max_in_flight=2), *range(4))
-        assert busy.most == 1
-
-    async def test_cancelling_ends_it_at_once_and_is_no_failed_attempt(self) -> None:
-        begun = asyncio.Event()
-
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            begun.set()
-            await asyncio.Event().wait()
+        async def call(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
+            nonlocal num_ended
+            if first == 1:
+                raise ConnectionRefusedError("nobody listens")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                num_ended += 1
             raise AssertionError
 
-        scoring = make_scoring(judge)
-        task = asyncio.create_task(score_groups(scoring, 0))
-        await begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert scoring.metrics()["scoring/num_failed_attempts"] == 0
+        _, groups = pool_of(call, max_attempts=2)
+        result = await groups.score("group 7", TASK, responses(3))
+        assert isinstance(result, Unscored)
+        assert "response 1 of group 7 was not scored in 2 attempts" in result.reason
+        while num_ended < 2:
+            await asyncio.sleep(0)
+        assert groups.metrics()["score/num_failed"] == 1
 
     async def test_counts_and_the_peak_of_memory_never_fall_if_answers_overtake_each_other(self) -> None:
         answers = [
             dataclasses.replace(scored(0.0, num_timeouts=one), memory=MemoryPeak(resident_bytes=one * 2**30))
             for one in (2, 5, 3)
         ]
-        scoring = make_scoring(Answers(*answers))
-        assert "memory/scorer_gib" not in scoring.metrics()
+        _, groups = pool_of(Answers(*answers))
+        assert "memory/scorer_gib" not in groups.metrics()
         for index in range(3):
-            await score_groups(scoring, index)
-        assert scoring.metrics()["scoring/num_timeouts"] == 5
-        assert scoring.metrics()["memory/scorer_gib"] == 5.0
+            await groups.score(f"group {index}", TASK, responses(1))
+        assert groups.metrics()["scoring/num_timeouts"] == 5
+        assert groups.metrics()["memory/scorer_gib"] == 5.0
 
 
 class Judge:
     """A scorer in threads: calls ``work`` for each response."""
-
-    counts = VerifierCounts()
 
     def __init__(self, work: Callable[[], object]) -> None:
         self.work = work
@@ -360,106 +419,33 @@ class Generators:
     async def respond(
         self, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection, seed: int
     ) -> tuple[SampledResponse, ...]:
-        response = Response(f"response {seed}", 4, FinishReason.STOP)
+        sampled = Response(f"response {seed}", 4, FinishReason.STOP)
         versions = VersionRange(first=seed, last=seed + 1)
-        return (SampledResponse(response=response, versions=versions, ids_T=np.zeros(4, np.int32)),)
+        return (SampledResponse(response=sampled, versions=versions, ids_T=np.zeros(4, np.int32)),)
 
 
-async def evaluated(call: Call, num_tasks: int, *, num_samples: int = 1) -> HeldOutScores:
+async def test_accuracy_is_the_mean_over_all_responses_that_were_scored() -> None:
+    """Of several samples of each problem; the last problem is never scored."""
+    answered: list[tuple[int, str]] = []
+
+    async def judge(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
+        (one,) = responses
+        answered.append((task.source_index, one.text))
+        if task.source_index == 2:
+            raise ConnectionRefusedError
+        # As with a judge that gives up to 5 points: 4.5 is a correct answer, 1.0 a bad one.
+        return scored(4.5 if one.text == "response 6" else 1.0)
+
     sampling = tiny_config(Path("unused")).sampling
-    tasks = [make_problem(i) for i in range(num_tasks)]
-    return await evaluate(
-        ProblemSet(tasks=tasks, sampling=sampling, num_samples=num_samples),
-        ResponseGroups(
-            Generators(), make_scoring(call, max_attempts=2), Prompts(), group_size=1, sampling=sampling
-        ),
+    _, groups = pool_of(judge, max_attempts=1)
+    result = await evaluate(
+        ProblemSet(tasks=[make_problem(number) for number in range(3)], sampling=sampling, num_samples=4),
+        ResponseGroups(Generators(), groups, Prompts(), group_size=1, sampling=sampling),
     )
-
-
-class TestEvaluation:
-    async def test_what_the_scorer_calls_correct_counts_and_nothing_else(self) -> None:
-        # As with a judge that gives up to 5 points: 1.0 is a bad answer, 4.5 a correct one.
-        values = [1.0, 4.5, 0.25, 4.5, -1.0]
-
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            return scored(values[task.source_index])
-
-        result = await evaluated(judge, 5)
-        assert result.accuracy == 2 / 5
-        assert result.score_mean == pytest.approx(sum(values) / 5)
-        assert result.num_unscored == 0
-        # The n-th response was sampled under versions n and n + 1.
-        assert result.metrics()["eval/version_min"] == 0 and result.metrics()["eval/version_max"] == 5
-
-    async def test_accuracy_of_several_samples_is_the_mean_over_all_responses(self) -> None:
-        answered: list[tuple[int, str]] = []
-
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            (response,) = responses
-            answered.append((task.source_index, response.text))
-            # Right in one of four samples of the first problem, in none of the second.
-            return scored(4.5 * (response.text == "response 4"))
-
-        result = await evaluated(judge, 2, num_samples=4)
-        assert result.accuracy == 1 / 8 and result.num_scored == 8
-        # Every sample has a seed of its own; the first ones are those of a single sample.
-        assert sorted(answered) == [
-            (problem, f"response {2 * k + problem}") for problem in (0, 1) for k in range(4)
-        ]
-
-    async def test_what_is_never_scored_is_left_out_and_counted(self) -> None:
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            if task.source_index in (1, 2):
-                raise ConnectionRefusedError
-            return scored(2.0 * (task.source_index == 0))
-
-        result = await evaluated(judge, 4)
-        assert (result.accuracy, result.score_mean, result.num_unscored) == (1 / 2, 1.0, 2)
-        unscored = await evaluated(Answers(ConnectionRefusedError()), 3)
-        counts = {"eval/num_unscored": 3, "eval/version_min": 0, "eval/version_max": 3}
-        assert unscored.accuracy is None and unscored.metrics() == counts
-
-    @pytest.mark.exhaustive
-    def test_endless_answers_among_others_score_zero_and_end_nothing(self) -> None:
-        num_endless, num_problems, limit_s = 4, 16, 5.0
-        pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=2, answer_limit_s=limit_s))
-        pool.start()
-
-        class Answers:
-            counts = VerifierCounts()
-
-            def score(self, task: Task, response: str) -> Score:
-                answer = ENDLESS if task.source_index % 4 == 0 else r"\boxed{4}"
-                return pool.score(MathProblem(answer="4"), answer)
-
-        # Shorter than all endless answers together: queueing must not count.
-        scoring = ResponseScoring(Answers().score, num_workers=2, limit_s=9.0)
-
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            return ScoredResponses(
-                scores=await scoring.score(task, [one.text for one in responses]), counts=pool.counts
-            )
-
-        result = asyncio.run(evaluated(judge, num_problems))
-        assert result.num_unscored == 0
-        assert result.num_correct == num_problems - num_endless
-        assert pool.counts == VerifierCounts(num_timeouts=num_endless)
-        scoring.close()
-        pool.close()
-
-    def test_endless_answers_of_a_group_score_zero(self) -> None:
-        pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=2, answer_limit_s=0.1))
-        pool.start()
-
-        class Answers:
-            counts = VerifierCounts()
-
-            def score(self, task: Task, response: str) -> Score:
-                return pool.score(MathProblem(answer="4"), response)
-
-        scoring = ResponseScoring(Answers().score, num_workers=2, limit_s=300.0)
-        scores = asyncio.run(scoring.score(make_task(0), [ENDLESS] * 4))
-        assert scores == (Score(value=0.0, is_correct=False),) * 4
-        assert pool.counts == VerifierCounts(num_timeouts=4)
-        scoring.close()
-        pool.close()
+    assert (result.accuracy, result.score_mean) == (1 / 8, (4.5 + 7.0) / 8)
+    assert (result.num_scored, result.num_unscored) == (8, 4)
+    # Every sample has a seed of its own; the first ones are those of a single sample.
+    expected = [(problem, f"response {3 * sample + problem}") for problem in range(3) for sample in range(4)]
+    assert sorted(answered) == sorted(expected)
+    # The n-th response was sampled under versions n and n + 1.
+    assert result.metrics()["eval/version_min"] == 0 and result.metrics()["eval/version_max"] == 12

@@ -56,6 +56,10 @@ PLAN = RolePlan(
 )
 
 
+def h100(**changes: Any) -> Gpu:
+    return dataclasses.replace(H100, **changes)
+
+
 def facts(*gpus: Gpu, num: int = 2, **changes: Any) -> GpuFacts:
     """Of a host with all that a run needs, but for the changes."""
     found = gpus or (H100,) * num
@@ -91,68 +95,55 @@ def test_good_hosts_pass_in_silence() -> None:
     assert problems(host(facts(H100, H100, dataclasses.replace(A100, is_sliced=True)))) == []
 
 
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        (facts(num=1), "GPUs = 1: must be 2 or more.*CUDA_VISIBLE_DEVICES, the scheduler"),
-        (facts(gpus=(), trouble="no nvidia-smi", driver=None), "GPUs: no nvidia-smi; .*: install NVIDIA's"),
-        (
-            facts(driver="550.54.15", driver_cuda=(12, 4)),
-            "NVIDIA driver = '550.54.15': supports CUDA 12.4 at most.*must support CUDA 13.0",
-        ),
-        (facts(driver="?", driver_cuda=None), r"NVIDIA driver = '\?': supports no CUDA"),
-        (facts(compiler=None), "C compiler: .*gcc nor clang.* CC .*: install gcc .*apt-get install gcc"),
-        (facts(has_python_header=False), "Python.h = '/usr/.*/Python.h': .*apt-get install python3.11-dev"),
-        (
-            facts(torch="2.13.0+cpu", torch_cuda=None, nccl=None),
-            r"torch = '2.13.0\+cpu': is built for CPUs.*requirements/gpu.lock",
-        ),
-        (facts(nccl=None), r"NCCL: torch 2.13.0\+cu130 was built without it"),
-        (
-            facts(H100, dataclasses.replace(H100, is_sliced=True)),
-            "GPU 1 = 'NVIDIA H100 80GB HBM3': is in MIG mode.*nvidia-smi -i 1 -mig 0",
-        ),
-        (facts(H100, A100), r"GPUs = '1 x .*H100.* \(9.0\), 1 x .*A100.* \(8.0\)': must be of one kind"),
-        (
-            facts(H100, dataclasses.replace(H100, memory_bytes=40 * GIB)),
-            "trainer.parallel.num_procs = 8: .* 60 GiB on each GPU .*GPU 1 .* host node0 has 40; shard more",
-        ),
-        (
-            facts(H100, dataclasses.replace(H100, free_bytes=12 * GIB)),
-            "GPU 1 = '12 GiB free': must have 54 of its 79 GiB free.*nvidia-smi.*end them",
-        ),
-        (
-            facts(dataclasses.replace(H100, compute_mode="Prohibited"), H100),
-            "GPU 0 = 'compute mode Prohibited': .* must be Default .nvidia-smi -i 0 -c DEFAULT",
-        ),
-        (facts(V100, V100), r"GPU 0 = 'V100': has compute capability 7.0; must have 8.0 \(A100\) or more"),
-    ],
-)
+LACKS = {
+    "too_few": (facts(num=1), "GPUs = 1: must be 2 or more.*CUDA_VISIBLE_DEVICES"),
+    "no_driver": (facts(gpus=(), trouble="no nvidia-smi"), "GPUs: no nvidia-smi; .*install NVIDIA's driver"),
+    "old_driver": (facts(driver_cuda=(12, 4)), "NVIDIA driver = .*CUDA 12.4 at most.*must support CUDA 13.0"),
+    "driver_without_cuda": (facts(driver="?", driver_cuda=None), r"NVIDIA driver = '\?': supports no CUDA"),
+    "no_compiler": (facts(compiler=None), "C compiler: .*gcc nor clang.* CC .*apt-get install gcc"),
+    "no_header": (facts(has_python_header=False), "Python.h = '/usr/.*': .*install python3.11-dev"),
+    "cpu_torch": (facts(torch="2.13.0+cpu", torch_cuda=None, nccl=None), "torch = .*for CPUs.*gpu.lock"),
+    "no_nccl": (facts(nccl=None), r"NCCL: torch 2.13.0\+cu130 was built without it"),
+    "mig": (facts(H100, h100(is_sliced=True)), "GPU 1 = 'NVIDIA H100.* in MIG mode.*nvidia-smi -i 1 -mig 0"),
+    "two_kinds": (facts(H100, A100), r"GPUs = '1 x .*H100.* \(9.0\), 1 x .*A100.* \(8.0\)': must be of one"),
+    "small": (
+        facts(H100, h100(memory_bytes=40 * GIB)),
+        "trainer.parallel.num_procs = 8: .* 60 GiB on each GPU .*GPU 1 .* host node0 has 40; shard more",
+    ),
+    "taken": (
+        facts(H100, h100(free_bytes=12 * GIB)),
+        "GPU 1 = '12 GiB free': must have 54 of its 79 GiB free.*nvidia-smi.*end them",
+    ),
+    "prohibited": (
+        facts(h100(compute_mode="Prohibited"), H100),
+        "GPU 0 = 'compute mode Prohibited': .* must be Default .nvidia-smi -i 0 -c DEFAULT",
+    ),
+    "no_bfloat16": (facts(V100, V100), "GPU 0 = 'V100': .*compute capability 7.0; must have 8.0"),
+}
+
+
+@pytest.mark.parametrize(("found", "message"), LACKS.values(), ids=LACKS)
 def test_what_a_host_lacks_is_named_with_its_figure_and_the_remedy(found: GpuFacts, message: str) -> None:
     first, *others = problems(host(found))
     assert re.match(f"(host node0: )?{message}", first), first
     # Each GPU without bfloat16 is refused.
-    num_old = [gpu.name for gpu in found.gpus].count("V100")
-    assert len([one for one in (first, *others) if "compute capability" in one]) == num_old
-    assert not others or num_old
+    assert all("compute capability" in other for other in others)
+    assert len(others) == max(0, [gpu.name for gpu in found.gpus].count("V100") - 1)
 
 
 @pytest.mark.parametrize(
     ("choice", "found", "message"),
     [
-        (
-            FlashAttention.FA3,
-            facts(flash_attention=()),
-            "needs the package flash_attn_interface, .* node0 lacks",
-        ),
+        (FlashAttention.FA3, facts(flash_attention=()), "needs the package flash_attn_interface, .* node0"),
         (FlashAttention.FA4, facts(), "needs the package flash_attn.cute.interface"),
         (FlashAttention.FA3, facts(A100, A100), "needs compute capability 9.0.*8.0; must be auto or FA2"),
         (
             FlashAttention.AUTO,
-            facts(*[dataclasses.replace(H100, name="RTX", capability=(12, 0))] * 2, flash_attention={4}),
+            facts(*[h100(name="RTX", capability=(12, 0))] * 2, flash_attention={4}),
             r"would take FlashAttention 4, .*RTX \(.* 12.0\); must be FA2",
         ),
     ],
+    ids=["no_package", "no_newer_package", "old_gpu", "untested_gpu"],
 )
 def test_flash_attention_that_is_asked_for_must_be_there(
     choice: FlashAttention, found: GpuFacts, message: str
@@ -173,13 +164,12 @@ def test_without_the_newer_kernel_the_run_goes_on_and_says_so() -> None:
 
 
 def test_a_plan_within_its_own_error_is_a_warning() -> None:
-    tight = dataclasses.replace(PLAN, num_bytes=84 * GIB)
-    assert problems(host(facts(), plan=tight)) == []
-    (warning,) = gpu_warnings([host(facts(), plan=tight)], FlashAttention.AUTO)
+    tight = host(facts(), plan=dataclasses.replace(PLAN, num_bytes=84 * GIB))
+    assert problems(tight) == []
+    (warning,) = gpu_warnings([tight], FlashAttention.AUTO)
     assert "plan of 84 GiB is more than the 79 GiB of GPU 0" in warning
     assert "see trainer.parallel.num_procs = 8: shard more" in warning
-    (problem,) = problems(host(facts(), plan=dataclasses.replace(PLAN, num_bytes=90 * GIB)))
-    assert "needs 90 GiB" in problem
+    assert len(problems(host(facts(), plan=dataclasses.replace(PLAN, num_bytes=90 * GIB)))) == 1
 
 
 @pytest.mark.parametrize(
@@ -189,6 +179,7 @@ def test_a_plan_within_its_own_error_is_a_warning() -> None:
         (facts(nccl=(2, 27, 3)), "NCCL = '2.27.3': must be 2.29.7 as on host node0"),
         (facts(torch="2.12.0+cu130"), "torch = '2.12.0+cu130': must be 2.13.0+cu130 as on host node0"),
     ],
+    ids=["gpus", "nccl", "torch"],
 )
 def test_hosts_of_a_role_must_be_alike(change: GpuFacts, message: str) -> None:
     hosts = [host(facts()), host(facts(), name="node1"), host(change, name="node2")]
@@ -197,14 +188,19 @@ def test_hosts_of_a_role_must_be_alike(change: GpuFacts, message: str) -> None:
     other_role = [*hosts[:2], host(change, name="node2", is_trainer=False)]
     assert problems(*other_role) == []
     generators = [dataclasses.replace(one, is_trainer=False) for one in hosts]
-    assert problems(*generators) == problems(*hosts)
+    assert problems(*generators) == [problem]
+    # Every problem of every host is listed.
+    found = problems(host(facts(num=1)), host(facts(driver_cuda=(12, 9)), name="node1"), hosts[1])
+    assert [one.split(" = ")[0] for one in found] == ["host node0: GPUs", "host node1: NVIDIA driver"]
 
 
-def test_every_problem_of_every_host_is_listed() -> None:
-    found = problems(
-        host(facts(num=1)), host(facts(driver_cuda=(12, 9)), name="node1"), host(facts(), name="node2")
-    )
-    assert [problem.split(" = ")[0] for problem in found] == ["host node0: GPUs", "host node1: NVIDIA driver"]
+@pytest.mark.parametrize(("is_shared", "has_mps"), [(False, False), (True, True), (True, False)])
+def test_an_exclusive_gpu_is_for_one_process_or_for_mps(is_shared: bool, has_mps: bool) -> None:
+    exclusive = h100(compute_mode="Exclusive_Process")
+    one = dataclasses.replace(host(facts(exclusive, exclusive, has_mps=has_mps)), is_shared=is_shared)
+    found = problems(one)
+    assert len(found) == (2 if is_shared and not has_mps else 0)
+    assert all("must be Default" in problem for problem in found)
 
 
 TABLE = """\
@@ -215,13 +211,11 @@ TABLE = """\
 HEADER = "| NVIDIA-SMI 580.82.07    Driver Version: 580.82.07    CUDA Version: 13.0     |"
 
 
-def make_smi(folder: Path, table: str, *, header: str = HEADER, exit_code: int = 0) -> None:
+def make_smi(folder: Path, table: str, *, header: str = HEADER) -> None:
     (folder / "table").write_text(table)
     (folder / "header").write_text(header)
-    write_program(
-        folder / "nvidia-smi",
-        f'case "$1" in --query-gpu=*) cat {folder}/table;; *) cat {folder}/header;; esac\nexit {exit_code}',
-    )
+    script = f'case "$1" in --query-gpu=*) cat {folder}/table;; *) cat {folder}/header;; esac'
+    write_program(folder / "nvidia-smi", script)
 
 
 def write_program(file: Path, script: str) -> None:
@@ -240,11 +234,18 @@ def test_nvidia_smi_is_read(smi: Path) -> None:
     make_smi(smi, TABLE)
     found = gather_gpu_facts(None)
     assert (found.driver, found.driver_cuda, found.trouble) == ("580.82.07", (13, 0), None)
-    assert [gpu.name for gpu in found.gpus] == ["NVIDIA H100 80GB HBM3"] * 2 + ["NVIDIA A100-SXM4-40GB"]
-    assert [gpu.is_sliced for gpu in found.gpus] == [False, True, False]
-    assert [gpu.compute_mode for gpu in found.gpus] == ["Default", "Default", "Exclusive_Process"]
-    assert [gpu.capability for gpu in found.gpus] == [(9, 0), (9, 0), (8, 0)]
-    assert found.gpus[1].memory_bytes == 81559 * 2**20 and found.gpus[1].free_bytes == 512 * 2**20
+    full = h100(memory_bytes=81559 * 2**20, free_bytes=81004 * 2**20)
+    sliced = dataclasses.replace(full, index=1, free_bytes=512 * 2**20, is_sliced=True)
+    a100 = Gpu(
+        index=2,
+        name="NVIDIA A100-SXM4-40GB",
+        memory_bytes=40 * GIB,
+        free_bytes=40 * GIB,
+        capability=(8, 0),
+        is_sliced=False,
+        compute_mode="Exclusive_Process",
+    )
+    assert found.gpus == (full, sliced, a100)
     # This torch is the CPU's.
     assert found.torch_cuda is None and found.nccl is None and found.torch == torch.__version__
     assert not torch.cuda.is_initialized()
@@ -284,46 +285,39 @@ def test_a_host_without_devices_still_has_a_driver(
     assert (found.gpus, found.trouble, found.driver_cuda) == ((), None, version)
 
 
+ODD_ROW = "0, GPU-a, H100, 81559, [Unknown Error], 9.0, Disabled, Default, 1"
+
+
 @pytest.mark.parametrize(
-    ("table", "exit_code", "words"),
+    ("script", "words"),
     [
-        (None, 0, "there is no nvidia-smi"),
-        ("NVIDIA-SMI has failed because it couldn't\ntalk", 9, "exit code 9: NVIDIA-SMI has failed because"),
-        (
-            "0, GPU-a, H100, 81559, [Unknown Error], 9.0, Disabled, Default, 1\n",
-            0,
-            "in a way that is not understood",
-        ),
-        ("0, GPU-a, H100\n", 0, "describes a GPU in a way that is not understood"),
+        (None, "there is no nvidia-smi"),
+        ("echo NVIDIA-SMI has failed; exit 9", "exit code 9: NVIDIA-SMI has failed"),
+        (f"echo '{ODD_ROW}'", "describes a GPU in a way that is not understood"),
+        ("echo 0, GPU-a, H100", "describes a GPU in a way that is not understood"),
+        ("exec sleep 60", "did not answer"),
     ],
+    ids=["none", "fails", "odd_row", "short_row", "stuck"],
 )
-def test_a_driver_in_trouble_is_told(smi: Path, table: str | None, exit_code: int, words: str) -> None:
-    if table is not None:
-        make_smi(smi, table, exit_code=exit_code)
+def test_a_driver_in_trouble_is_told(
+    smi: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, words: str
+) -> None:
+    if script is not None:
+        write_program(smi / "nvidia-smi", script)
+    if words == "did not answer":
+        monkeypatch.setattr(host_checks, "NVIDIA_SMI_S", 0.2)
     found = gather_gpu_facts(None)
     assert found.trouble is not None and words in found.trouble and found.gpus == ()
-    (problem,) = problems(host(dataclasses.replace(found, torch_cuda=(13, 0), nccl=(2, 29, 7))))
-    assert words in problem
-
-
-def test_a_stuck_driver_is_told(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_program(smi / "nvidia-smi", "exec sleep 60")
-    monkeypatch.setattr(host_checks, "NVIDIA_SMI_S", 0.2)
-    assert "did not answer" in str(gather_gpu_facts(None).trouble)
 
 
 def test_an_installed_flash_attention_is_found(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted: list[str] = []
-
     def find(name: str) -> object:
-        wanted.append(name)
         if name.startswith("flash_attn."):
             raise ModuleNotFoundError(name)
-        return object()
+        return object() if name == "flash_attn_interface" else None
 
     monkeypatch.setattr(importlib.util, "find_spec", find)
     assert gather_gpu_facts(None).flash_attention == {3}
-    assert wanted == ["flash_attn_interface", "flash_attn.cute.interface"]
 
 
 def test_the_compiler_is_the_one_that_triton_takes(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,14 +371,18 @@ def shipped(*names: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Mode
     return config, read_model_facts(str(SHIPPED_MODELS / config.model.path.replace("/", "--")))
 
 
+EIGHT, GIB_24, GIB_16 = (8, 81_920, 81_500), (1, 24_564, 24_544), (1, 16_376, 16_356)
+"""Their number, and the MiB that each one has, and has free."""
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "gpus", "refused", "is_warned_of"),
     [
-        ("qwen3_8b", (), (8, 81_920, 81_500), [], False),
+        ("qwen3_8b", (), EIGHT, [], False),
         (
             "qwen3_8b",
             ("generator.kv_cache_gib=78", "trainer.activation_checkpointing=none"),
-            (8, 81_920, 81_500),
+            EIGHT,
             [
                 "trainer.parallel.num_procs = 4: the trainer needs ",
                 "generator.kv_cache_gib = 78.0: the generator needs 94.1 GiB on each GPU.*"
@@ -392,27 +390,19 @@ def shipped(*names: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Mode
             ],
             False,
         ),
-        ("qwen3_8b", (ONE_PROC,), (8, 81_920, 81_500), ["trainer.parallel.num_procs = 1: "], False),
-        ("qwen3_8b", (ONE_PROC, "trainer.cpu_offload=true"), (8, 81_920, 81_500), [], False),
+        ("qwen3_8b", (ONE_PROC,), EIGHT, ["trainer.parallel.num_procs = 1: "], False),
+        ("qwen3_8b", (ONE_PROC, "trainer.cpu_offload=true"), EIGHT, [], False),
         ("qwen3_8b", (), (0, 0, 0), ["host host-0: GPUs = 0: must be 8 or more"], False),
         # One GPU has to hold both roles.
-        ("qwen3_0.6b_1gpu", (), (1, 24_564, 24_544), [], False),
-        ("qwen3_1.7b_1gpu", (), (1, 24_564, 24_544), [], False),
-        ("qwen3_1.7b_1gpu", (), (1, 40_960, 40_940), [], False),
-        ("qwen3_1.7b_1gpu", LESS, (1, 16_376, 16_356), [], True),
+        ("qwen3_0.6b_1gpu", (), GIB_24, [], False),
+        ("qwen3_1.7b_1gpu", (), GIB_24, [], False),
         ("qwen3_1.7b_1gpu", FULL, (1, 81_920, 81_900), [], False),
-        ("qwen3_1.7b_1gpu", (), (1, 16_376, 16_356), [REFUSED_1GPU], False),
-        ("qwen3_0.6b_1gpu", (), (1, 16_376, 16_356), [REFUSED_1GPU], False),
-        ("qwen3_0.6b_1gpu", (), (1, 12_288, 12_268), [REFUSED_1GPU], False),
+        ("qwen3_1.7b_1gpu", LESS, GIB_16, [], True),
+        ("qwen3_1.7b_1gpu", (), GIB_16, [REFUSED_1GPU], False),
+        ("qwen3_0.6b_1gpu", (), GIB_16, [REFUSED_1GPU], False),
         ("qwen3_1.7b_1gpu", FULL, (1, 40_960, 40_940), [REFUSED_1GPU], False),
         # The rest is another process's.
-        (
-            "qwen3_0.6b_1gpu",
-            (),
-            (1, 24_564, 12_000),
-            ["host host-0: GPU 0 = '11.7 GiB free': must have 17.6 of its 24 GiB free"],
-            False,
-        ),
+        ("qwen3_0.6b_1gpu", (), (1, 24_564, 12_000), ["host host-0: GPU 0 = '11.7 .*17.6"], False),
     ],
 )
 def test_a_local_run_needs_the_gpus_of_its_plan(
@@ -424,7 +414,6 @@ def test_a_local_run_needs_the_gpus_of_its_plan(
     refused: list[str],
     is_warned_of: bool,
 ) -> None:
-    """``gpus`` is their number, and the MiB that each one has, and has free."""
     num, memory_mib, free_mib = gpus
     row = f"{{}}, GPU-{{}}, NVIDIA A100, {memory_mib}, {free_mib}, 8.0, Disabled, Default, 580.82.07\n"
     make_smi(smi, "".join(row.format(index, index) for index in range(num)))
@@ -436,15 +425,6 @@ def test_a_local_run_needs_the_gpus_of_its_plan(
     for problem, words in zip(found, refused, strict=True):
         assert re.match(words, str(problem)), problem
     assert bool(warnings) == is_warned_of
-
-
-@pytest.mark.parametrize(("is_shared", "has_mps", "passes"), [(0, 0, 1), (1, 1, 1), (1, 0, 0)])
-def test_an_exclusive_gpu_is_for_one_process_or_for_mps(is_shared: int, has_mps: int, passes: int) -> None:
-    exclusive = dataclasses.replace(H100, compute_mode="Exclusive_Process")
-    shared = dataclasses.replace(
-        host(facts(exclusive, exclusive, has_mps=bool(has_mps))), is_shared=bool(is_shared)
-    )
-    assert problems(shared) == [] if passes else all("must be Default" in one for one in problems(shared))
 
 
 @pytest.mark.parametrize("is_there", [False, True])
@@ -492,32 +472,21 @@ ENOUGH = HostLimits(
 LARGE = dataclasses.replace(ENOUGH, shared_free_bytes=2**50, available_bytes=2**50)
 
 
+SHM = r"\): /dev/shm.*'100 GiB free of 120'.*100 GiB free.*--shm-size"
+MEMORY = r"\): memory.*'64 GiB available'.*200 GiB and more.*launcher.mem"
+LOCKED = r"\): locked memory.*'6.1e-05 GiB for each process'.*50 GiB.*ulimit -l"
+
+
 @pytest.mark.parametrize(
     ("changed", "refused", "warning"),
     [
         ({}, [], None),
         ({"lockable_bytes": 50 * GIB}, [], None),
         ({"num_rdma_devices": 0}, [], None),
-        (
-            {"shared_free_bytes": 100 * GIB - 1},
-            [r"\): /dev/shm.*'100 GiB free of 120'.*100 GiB free.*--shm-size"],
-            None,
-        ),
-        (
-            {"available_bytes": 64 * GIB},
-            [r"\): memory.*'64 GiB available'.*200 GiB and more.*launcher.mem"],
-            None,
-        ),
-        (
-            {"lockable_bytes": 64 * 1024},
-            [r"\): locked memory.*'6.1e-05 GiB for each process'.*50 GiB.*ulimit -l"],
-            None,
-        ),
-        (
-            {"shared_free_bytes": 0, "available_bytes": 0, "lockable_bytes": 0},
-            ["shm", "memory", "locked"],
-            None,
-        ),
+        ({"shared_free_bytes": 100 * GIB - 1}, [SHM], None),
+        ({"available_bytes": 64 * GIB}, [MEMORY], None),
+        ({"lockable_bytes": 64 * 1024}, [LOCKED], None),
+        ({"shared_free_bytes": 0, "available_bytes": 0, "lockable_bytes": 0}, ["shm", "mem", "lock"], None),
         ({"lockable_bytes": 2**23, "num_rdma_devices": 0}, [], r"0.00781 GiB.*50 GiB.*ulimit -l"),
     ],
 )
@@ -527,7 +496,7 @@ def test_what_is_too_small_is_named_with_figure_and_remedy(
     """All at once. Without RDMA devices a low limit of locked memory is a warning."""
     limits = dataclasses.replace(ENOUGH, **changed)
     for problem, words in zip(check_host_limits("trainer-0", limits, NEEDS), refused, strict=True):
-        assert re.match(r"host trainer-0 \(gpu7\)", str(problem)) and re.search(words, str(problem)), problem
+        assert re.match(rf"host trainer-0 \(gpu7.*{words}", str(problem)), problem
     told = lock_warning("trainer-0", limits, NEEDS)
     assert told is None if warning is None else re.search(warning, str(told)), told
 

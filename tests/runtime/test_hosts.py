@@ -42,7 +42,7 @@ from forgeasync.runtime import (
     spawn_role,
     visible_devices,
 )
-from forgeasync.schema import ConfigError, Problem
+from forgeasync.schema import ConfigError
 from forgeasync.testing import HandTime, tiny_config
 from tests.support.app_runs import REPOSITORY
 from tests.support.processes import free_port, run_alone, wait_until_gone
@@ -81,6 +81,17 @@ def test_gpus_are_handed_out_once_and_reserved_ones_never() -> None:
     assert GpuAllocator(0, reserved={1}).take(2, role="a") == [], "CPU processes"
 
 
+def test_roles_of_a_run_that_shares_gpus_get_the_same_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine of three, of which the run reserves the first."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    machine = LocalHosts(reserved_gpus=[0], share_gpu=True)
+    machine.allot(HostRole.TRAINER, 2, gpus_per_proc=1)
+    machine.allot(HostRole.GENERATORS, 1, gpus_per_proc=1)
+    machine.allot_more(HostRole.GENERATORS, gpus_per_proc=1)
+    with pytest.raises(ValueError, match="0 of this host's 3 are left"):
+        machine.allot_more(HostRole.GENERATORS, gpus_per_proc=1)
+
+
 @pytest.mark.parametrize(
     ("gpus", "visible", "expected"),
     [([7, 2], None, {2, 7}), ([7, 2], "4, 7,6,2,", {1, 3}), ([7], "4,5", set()), ([], "GPU-5d12", set())],
@@ -91,17 +102,6 @@ def test_gpus_of_rewards_are_found_among_those_of_the_run(
     assert places_of(gpus, visible) == expected
     with pytest.raises(ValueError, match="must name GPUs by number"):
         places_of([7], "GPU-5d12,7")
-
-
-def test_roles_of_a_run_that_shares_gpus_get_the_same_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine of three, of which the run reserves the first."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    machine = LocalHosts(reserved_gpus=[0], share_gpu=True)
-    machine.allot(HostRole.TRAINER, 2, gpus_per_proc=1)
-    machine.allot(HostRole.GENERATORS, 1, gpus_per_proc=1)
-    machine.allot_more(HostRole.GENERATORS, gpus_per_proc=1)
-    with pytest.raises(ValueError, match="0 of this host's 3 are left"):
-        machine.allot_more(HostRole.GENERATORS, gpus_per_proc=1)
 
 
 def test_a_local_run_keeps_the_gpus_of_its_process_reward_models(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,15 +116,10 @@ def test_a_local_run_keeps_the_gpus_of_its_process_reward_models(monkeypatch: py
     hosts.allot(HostRole.GENERATORS, 3, gpus_per_proc=1)
     with pytest.raises(ValueError, match="0 of this host's 4 are left"):
         hosts.allot(HostRole.TRAINER, 1, gpus_per_proc=1)
-    needed = num_gpus_needed(config)
-
-    def few(num_gpus: int) -> list[Problem]:
-        found = check_gpus(config, num_gpus, num_of_rewards=1)
-        return [one for one in found if one.field == "generator.num_replicas"]
-
-    assert few(needed + 1) == []
-    (problem,) = few(needed)
-    assert "less 1 of process reward models" in str(problem)
+    for num_missing in (0, 1):
+        num_gpus = num_gpus_needed(config) + 1 - num_missing
+        found = [str(one) for one in check_gpus(config, num_gpus, num_of_rewards=1)]
+        assert len([one for one in found if "less 1 of process reward models" in one]) == num_missing
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
     with pytest.raises(ConfigError, match="must be below 4, the GPUs of this machine"):
         places_of_rewards(config, 4)
@@ -163,12 +158,9 @@ sys.stdin.read()
 
 @pytest.mark.processes
 def test_a_proc_is_a_program_and_ends_with_the_process_that_has_started_it() -> None:
+    pipe = subprocess.PIPE
     controller = subprocess.Popen(
-        [REAL_PYTHON, "-c", CONTROLLER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
+        [REAL_PYTHON, "-c", CONTROLLER], stdin=pipe, stdout=pipe, text=True, cwd=REPOSITORY
     )
     try:
         assert controller.stdout is not None
@@ -221,11 +213,8 @@ def can_make_pid_namespaces() -> bool:
 def test_a_worker_that_is_process_one_is_ended() -> None:
     port = free_port()
     worker = WORKER.replace("PORT", f"{port:04X}").replace("NUMBER", str(port))
-    ended = subprocess.run(
-        ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", worker],
-        capture_output=True,
-        text=True,
-    )
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", worker]
+    ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode != 0 and "KeyboardInterrupt" in ended.stderr, ended.stderr
     assert "waits for the controller" in ended.stdout and "still here" not in ended.stdout
 
@@ -249,32 +238,16 @@ HOSTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("hosts", "why", "words"),
-    [
-        # The host that was silent first comes first: a scheduler may end a job that has lost a node.
-        (
-            HOSTS,
-            None,
-            "host trainer-1 (trainer, node2) is lost: its agent cannot be reached; "
-            "see logs/host-trainer-1.log; lost after it: trainer-0 (trainer, node1)",
-        ),
-        (
-            HOSTS[:1],
-            "Slurm job 7 was preempted",
-            "is lost: Slurm job 7 was preempted, and no answer",
-        ),
-        # A host whose id is the machine's name is named once.
-        (
-            [host("node1", "node1", heard_s=0.0, problem="no answer")],
-            None,
-            "host node1 (trainer) is lost",
-        ),
-    ],
-    ids=["first", "job", "name"],
-)
-def test_lost_hosts_are_described(hosts: list[JobHost], why: str | None, words: str) -> None:
-    assert words in describe_lost_hosts(hosts, why)
+def test_lost_hosts_are_described() -> None:
+    # The host that was silent first comes first: a scheduler may end a job that has lost a node.
+    assert describe_lost_hosts(HOSTS, None) == (
+        "host trainer-1 (trainer, node2) is lost: its agent cannot be reached; see logs/host-trainer-1.log; "
+        "lost after it: trainer-0 (trainer, node1)"
+    )
+    words = describe_lost_hosts(HOSTS[:1], "Slurm job 7 was preempted")
+    assert "is lost: Slurm job 7 was preempted, and no answer" in words
+    named_after_machine = host("node1", "node1", heard_s=0.0, problem="no answer")
+    assert "host node1 (trainer) is lost" in describe_lost_hosts([named_after_machine], None)
 
 
 class Agent:
@@ -366,14 +339,13 @@ async def test_a_host_of_a_job_acts_through_its_agent(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(("problem", "num_calls"), [(None, 1), ("no answer", 0)])
-async def test_nothing_is_asked_of_a_host_that_is_lost_to_end_its_procs(
-    problem: str | None, num_calls: int
-) -> None:
+async def test_nothing_is_asked_of_a_host_that_is_lost_to_end_its_procs() -> None:
     """Its answer would never come, and the run waits for the end of its processes."""
     agent = Agent()
-    await with_agent(HOSTS[0], agent, problem).kill(7)
-    assert agent.num_beats == num_calls
+    await with_agent(HOSTS[0], agent, "no answer").kill(7)
+    assert agent.num_beats == 0
+    await with_agent(HOSTS[0], agent).kill(7)
+    assert agent.num_beats == 1
 
 
 def _limits() -> dict[str, str]:

@@ -43,12 +43,10 @@ class Run:
     def processes(self) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
-            try:
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 is_alive = process.status() != psutil.STATUS_ZOMBIE
                 if is_alive and process.environ().get(MARK) == self.mark:
                     found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
         return found
 
     def host(self, name: str) -> psutil.Process:
@@ -64,14 +62,11 @@ class Run:
 
     def look(self) -> None:
         for process in self.processes():
-            try:
+            with suppress(OSError, psutil.NoSuchProcess):
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
-                session = psutil.Process(os.getsid(process.pid))
-                name = _host(session)
-            except (OSError, psutil.NoSuchProcess):
-                continue
-            for folder in FOLDER.findall(maps):
-                self.users[folder].add(name)
+                name = _host(psutil.Process(os.getsid(process.pid)))
+                for folder in FOLDER.findall(maps):
+                    self.users[folder].add(name)
 
     def wait(self, until: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -120,17 +115,10 @@ def start(config_file: Path) -> Iterator[Callable[..., Run]]:
 @starts(Starts.PROCESSES)
 def _start(config_file: Path, *overrides: str) -> Run:
     mark = uuid.uuid4().hex
+    # Not the warm Python: what it starts would not be in its host's session.
+    command = [REAL_PYTHON, "-m", "apps.grpo", "--config", str(config_file)]
     process = subprocess.Popen(
-        [
-            # Not the warm one: what it starts would not be in its host's session.
-            REAL_PYTHON,
-            "-m",
-            "apps.grpo",
-            "--config",
-            str(config_file),
-            "launcher.kind=process",
-            *overrides,
-        ],
+        [*command, "launcher.kind=process", *overrides],
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1", MARK: mark},
         stdout=subprocess.DEVNULL,

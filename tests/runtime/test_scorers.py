@@ -1,4 +1,4 @@
-"""What scorers count, how long they may take, and which of their losses are one too many."""
+"""What scorers count, how long they may take, which losses are one too many, and kills under load."""
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.config import ScorerSection
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, VerifierCounts
-from forgeasync.runtime import ProcessLost, RestartsFail, ScoredResponses, ScorerProcesses
-from tests.runtime.supervised_world import Process, SupervisedWorld, answers
+from forgeasync.runtime import ProcessLost, RestartsFail, ScoredResponses
+from tests.runtime.supervised_world import Process, SupervisedWorld, answers, scorers
 from tests.runtime.supervised_world import started as started_pool
 from tests.support.buffer_world import make_task
 from tests.support.loops import Endpoint
+from tests.support.scorer_kills import kill_scorers
 
 RESPONSES = [Response("4", 1, FinishReason.STOP)]
 SCORE = Score(value=1.0, is_correct=True)
@@ -23,12 +23,6 @@ def started(
     *, limit_s: float = 60.0, max_restarts: int = 3, hangs: bool = False
 ) -> AbstractAsyncContextManager[SupervisedWorld]:
     """One scorer, each process of which counts the responses that it has scored."""
-
-    def build(world: SupervisedWorld) -> ScorerProcesses:
-        section = ScorerSection(max_restarts=max_restarts, max_in_flight=2)
-        return ScorerProcesses(
-            world.spawn, section, limit_s=limit_s, faults=world.faults, listing=world.listing
-        )
 
     def script(process: Process) -> SimpleNamespace:
         num_scored = 0
@@ -42,7 +36,8 @@ def started(
 
         return SimpleNamespace(beat=answers(process), score=Endpoint(score))
 
-    return started_pool(build, 1, script=script)
+    section = {"max_restarts": max_restarts, "max_in_flight": 2}
+    return started_pool(lambda world: scorers(world, limit_s=limit_s, **section), 1, script=script)
 
 
 async def score(world: SupervisedWorld) -> int:
@@ -102,3 +97,15 @@ async def test_a_scored_response_gives_the_budget_back_and_a_failed_start_takes_
         with pytest.raises(RestartsFail, match="could not be started: no such module"):
             await world.watching
         assert len(world.faults.open) == 1, "it was not recovered from"
+
+
+@pytest.mark.exhaustive
+def test_scorers_that_are_killed_under_load_lose_no_group_and_score_none_twice() -> None:
+    killed = kill_scorers(8)
+    assert killed.lost == () and killed.wrong == ()
+    assert set(killed.num_ended) == set(range(killed.num_groups)), "every group has ended"
+    assert set(killed.num_ended.values()) == {1}, "once"
+    assert killed.metrics["faults/recovered_scorer"] == killed.metrics["faults/detected_scorer"] == 8
+    assert killed.metrics["scoring/num_lost_calls"] > 0, "they had responses"
+    assert killed.metrics["score/num_failed"] == 0
+    assert killed.metrics["score/num_early"] > 0

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
-from forgeasync.config import EpisodesSection, GeneratorSection, ScorerSection
+from forgeasync.config import GeneratorSection
 from forgeasync.generator import EngineStats
 from forgeasync.observability import Role
 from forgeasync.processes import marked_processes
@@ -22,18 +22,16 @@ from forgeasync.runtime import (
     MAX_FAILED_STARTS,
     ActorDied,
     BufferProcess,
-    EnvironmentPool,
     GeneratorPool,
     Heartbeat,
     LocalHost,
     ProcessLost,
     RestartsFail,
-    ScorerProcesses,
     SupervisedPool,
     WorkerReport,
     supervised,
 )
-from tests.runtime.supervised_world import SupervisedWorld, answers
+from tests.runtime.supervised_world import SupervisedWorld, answers, scorers, workers
 from tests.runtime.supervised_world import started as started_pool
 from tests.support.standing_still import CALL
 
@@ -67,16 +65,8 @@ def engines(role: Role, title: str, *, key: str) -> User:
             num_replicas=NUM_PLACES, heartbeat_s=heartbeat_s, max_restarts=MAX_RESTARTS
         )
         hosts = [LocalHost(LOCAL_HOST_ID, [])] * NUM_PLACES
-        return GeneratorPool(
-            world.spawn,
-            section,
-            hosts,
-            faults=world.faults,
-            listing=world.listing,
-            role=role,
-            title=title,
-            key=key,
-        )
+        names = {"role": role, "title": title, "key": key}
+        return GeneratorPool(world.spawn, section, hosts, faults=world.faults, listing=world.listing, **names)
 
     return User(
         role=role,
@@ -88,31 +78,21 @@ def engines(role: Role, title: str, *, key: str) -> User:
     )
 
 
-def scorers(world: SupervisedWorld, heartbeat_s: float) -> Pool:
-    section = ScorerSection(num_replicas=NUM_PLACES, heartbeat_s=heartbeat_s, max_restarts=MAX_RESTARTS)
-    return ScorerProcesses(world.spawn, section, limit_s=3600.0, faults=world.faults, listing=world.listing)
-
-
-def workers(world: SupervisedWorld, heartbeat_s: float) -> Pool:
-    section = EpisodesSection(num_workers=NUM_PLACES, heartbeat_s=heartbeat_s)
-    return EnvironmentPool(
-        world.spawn, section, num_agents=1, tell=print, faults=world.faults, listing=world.listing
-    )
-
-
 USERS = {
     "generator": engines(Role.GENERATOR, "generator", key="generator"),
     "teacher": engines(Role.TEACHER, "teacher t", key="teachers.t.engine"),
     "scorer": User(
         role=Role.SCORER,
-        build=scorers,
+        build=lambda world, heartbeat_s: scorers(
+            world, num_replicas=NUM_PLACES, heartbeat_s=heartbeat_s, max_restarts=MAX_RESTARTS
+        ),
         key="scorer.heartbeat_s",
         who="scorer 0",
         gives_up=r"scorer 0 was restarted 3 times .*\(scorer.max_restarts\); .* could not be started: ",
     ),
     "environment": User(
         role=Role.ENVIRONMENT,
-        build=workers,
+        build=lambda world, heartbeat_s: workers(world, num_workers=NUM_PLACES, heartbeat_s=heartbeat_s),
         key="episodes.heartbeat_s",
         who="environment worker 0",
         gives_up=r"environment worker \d+ cannot be started: ",
@@ -219,6 +199,7 @@ async def test_starts_that_fail_again_and_again_end_the_run(user: User) -> None:
         with pytest.raises(RestartsFail, match=user.gives_up + "no such module"):
             await world.watching
         assert world.num_spawned == NUM_PLACES + user.num_failures
+        assert [one.rank for one in world.listing.entries] == [1], "a lost process is not listed"
         assert len(world.faults.open) == 1, "it was not recovered from"
 
 

@@ -1,19 +1,50 @@
-"""Attempts at a group, by engines that are plain objects."""
+"""Attempts at a group by engines that are plain objects, and groups that are written once more."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forgeasync.config import TeacherEndpoint, TeacherSection
 from forgeasync.models import character_tokenizer
-from forgeasync.rollouts import PromptEncoder, Score, Task, TeacherPrompts, TeacherReads, WithoutPrompt
-from forgeasync.runtime import OutageBackoff, PoolTeacher, ProcessLost, Teacher, TeacherFailure, Teaching
+from forgeasync.rollouts import (
+    NO_ID,
+    FinishReason,
+    PayloadReader,
+    PayloadWriter,
+    PromptEncoder,
+    Rollout,
+    Score,
+    Task,
+    TeacherPrompts,
+    TeacherReads,
+    TeacherRecord,
+    TokenTrace,
+    WithoutPrompt,
+    create_run_folder,
+    decode_rollout,
+    remove_run_folder,
+)
+from forgeasync.runtime import (
+    OutageBackoff,
+    PoolTeacher,
+    ProcessLost,
+    SampledRollout,
+    TaughtGroups,
+    Teacher,
+    TeacherFailure,
+    Teaching,
+    store_group,
+)
 from forgeasync.scoring import RewardUnavailable
+from tests.support.payloads import HOST, MIB
+from tests.support.rollouts import FACTS, make_rollout
 
 PROMPTS = TeacherPrompts(
     encoder=PromptEncoder(character_tokenizer(chat_template=False), chat_template=False), max_tokens=100
@@ -184,21 +215,12 @@ def test_a_teacher_is_asked_where_there_is_what_it_shows() -> None:
     assert server.reads == (WithoutPrompt.POLICYS,) * 2 and one.metrics()["teacher/num_tokens"] == 7
 
     teacher, right = one.by_source["sums"], Score(1.0, True)
+    wrong, said = Score(0.0, False), Score(0.0, False, feedback="=2 $answer")
     counts = ("num_without_feedback", "num_without_sibling", "num_tokens")
     for prompt, scores, shown, expected in (
-        ("$sibling;$prompt", (Score(0.0, False), right), "=2;1+1", (0, 1, 7 + 3)),
-        (
-            "$feedback;$prompt",
-            (Score(0.0, False, feedback="=2 $answer"), right),
-            "=2 $answer;1+1",
-            (1, 1, 7 + 3 + 3),
-        ),
-        (
-            "$feedback;$sibling;$prompt",
-            (Score(0.0, False), Score(1.0, True, feedback="=2")),
-            None,
-            (2, 2, 7 + 3 + 3),
-        ),
+        ("$sibling;$prompt", (wrong, right), "=2;1+1", (0, 1, 7 + 3)),
+        ("$feedback;$prompt", (said, right), "=2 $answer;1+1", (1, 1, 7 + 3 + 3)),
+        ("$feedback;$sibling;$prompt", (wrong, Score(1.0, True, feedback="=2")), None, (2, 2, 7 + 3 + 3)),
     ):
         teacher.section = teacher.section.model_copy(update={"prompt": prompt})
         assert one.needs_scores(TASK) and not Teaching().needs_scores(TASK)
@@ -210,3 +232,103 @@ def test_a_teacher_is_asked_where_there_is_what_it_shows() -> None:
         else:
             assert PROMPTS.encoder.encode(shown).tolist() == first.tolist()
         assert tuple(one.metrics()[f"teacher/{name}"] for name in counts) == expected
+
+
+# --- Groups that are written once more ---
+
+
+NUM_IDS = 2
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    folder = create_run_folder(MIB)
+    yield folder
+    remove_run_folder(folder)
+
+
+async def taught(
+    folder: Path,
+    rollouts: list[Rollout],
+    reads: Sequence[TeacherReads],
+    score: Callable[..., Awaitable[TeacherRecord]],
+    *,
+    num_ids: int,
+    needs_student_ids: bool = False,
+) -> list[TokenTrace]:
+    """What is stored of a group after its teacher has read it."""
+    sampled = [
+        SampledRollout(branches=(one,), finish_reason=FinishReason.STOP, episode=index)
+        for index, one in enumerate(rollouts)
+    ]
+    stored = store_group(PayloadWriter(folder, HOST, MIB), sampled, group_id=7, generator_rank=0)
+    groups = TaughtGroups(
+        teacher="t",
+        folder=folder,
+        host_id=HOST,
+        capacity_bytes=MIB,
+        num_ids=num_ids,
+        needs_student_ids=needs_student_ids,
+        vocab_size=FACTS.vocab_size,
+    )
+    written = await groups.teach(stored, reads, score)
+    assert not isinstance(written, TeacherFailure)
+    branches, reader = [one.branches[0] for one in written], PayloadReader(HOST)
+    return [decode_rollout(reader.read(one.prompt), reader.read(one.response)) for one in branches]
+
+
+async def test_each_response_follows_what_the_teacher_reads_token_by_token(folder: Path) -> None:
+    rollouts = [make_rollout(seed, 4, 5 + seed) for seed in range(3)]
+    asked: list[tuple[list[int], int]] = []
+
+    async def score(ids_S: np.ndarray, num_prompt: int, given_TK: np.ndarray | None) -> TeacherRecord:
+        assert given_TK is None
+        asked.append((ids_S.tolist(), num_prompt))
+        num = len(ids_S) - num_prompt
+        return TeacherRecord(
+            logprobs_T=np.full(num, -1.0, np.float32),
+            ids_TK=np.zeros((num, NUM_IDS), np.int32),
+            topk_TK=np.full((num, NUM_IDS), -2.0, np.float32),
+            versions_T=np.full(num, 3, np.int32),
+        )
+
+    shown = np.array([1, 0, 1, 1, 0, 2], np.int32)
+    reads = (shown, WithoutPrompt.NOTHING, WithoutPrompt.POLICYS)
+    traces = await taught(folder, rollouts, reads, score, num_ids=NUM_IDS)
+    first, _, last = rollouts
+    assert asked == [
+        ([*shown.tolist(), *first.response_ids_T.tolist()], len(shown)),
+        ([*last.prompt_ids_P.tolist(), *last.response_ids_T.tolist()], len(last.prompt_ids_P)),
+    ]
+    for rollout, trace, is_asked in zip(rollouts, traces, (True, False, True), strict=True):
+        np.testing.assert_array_equal(trace.prompt_ids_P, rollout.prompt_ids_P)
+        np.testing.assert_array_equal(trace.response_ids_T, rollout.response_ids_T)
+        np.testing.assert_array_equal(trace.logprobs_T, rollout.logprobs_T)
+        assert trace.teacher is not None
+        assert trace.teacher.has_target_T.tolist() == [is_asked] * rollout.num_response_tokens
+        assert np.isfinite(trace.teacher.topk_TK).all() == is_asked
+
+
+async def test_the_teacher_is_asked_about_what_the_policy_could_have_drawn(folder: Path) -> None:
+    rollout = make_rollout(1, 4, 6)
+    asked: list[np.ndarray | None] = []
+
+    async def score(ids_S: np.ndarray, num_prompt: int, given_TK: np.ndarray | None) -> TeacherRecord:
+        asked.append(given_TK)
+        assert given_TK is not None
+        return TeacherRecord(
+            logprobs_T=np.full(len(given_TK), -1.0, np.float32),
+            ids_TK=given_TK,
+            topk_TK=np.where(given_TK == NO_ID, np.nan, -2.0).astype(np.float32),
+            versions_T=np.zeros(len(given_TK), np.int32),
+        )
+
+    reads, num_ids = (WithoutPrompt.POLICYS,), FACTS.vocab_size - 1
+    (trace,) = await taught(folder, [rollout], reads, score, num_ids=num_ids, needs_student_ids=True)
+    assert rollout.kept_tokens is not None and trace.teacher is not None
+    (given_TK,) = asked
+    assert given_TK is not None
+    for token, row in enumerate(given_TK.tolist()):
+        assert [one for one in row if one != NO_ID] == rollout.kept_tokens.row(token).tolist()
+    np.testing.assert_array_equal(trace.teacher.ids_TK, given_TK)
+    np.testing.assert_array_equal(np.isnan(trace.teacher.topk_TK), given_TK == NO_ID)

@@ -1,7 +1,9 @@
-"""An engine of two tensor-parallel workers inside a Monarch proc, which has to spawn them."""
+"""Processes of engines: what they import; two tensor-parallel workers that a Monarch proc has to spawn."""
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,3 +91,12 @@ def test_its_workers_are_spawned_and_sample_what_one_worker_does(tmp_path: Path)
     texts, are_forks = asyncio.run(_two_workers(config, folder, tmp_path / "logs"))
     assert texts == alone and all(len(text) > 3 for text in texts), "greedy, in float32"
     assert are_forks == [False, False], "a fork of a proc with threads may hang"
+
+
+def test_the_process_of_an_engine_imports_no_web_server() -> None:
+    """vLLM asks every global of every module for its attributes, and some of werkzeug's refuse to answer."""
+    code = (
+        "import sys, forgeasync.runtime.teacher as t; print(sorted({'flask', 'werkzeug'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

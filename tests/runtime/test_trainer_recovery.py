@@ -2,7 +2,10 @@
 
 import asyncio
 import json
-from dataclasses import dataclass
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from forgeasync.algorithms import Loss
-from forgeasync.checkpoints import TRAINER_FOLDER, checkpoint_name
+from forgeasync.checkpoints import RUN_FILE, TRAINER_FOLDER, CheckpointLost, checkpoint_name, partial_folder
 from forgeasync.config import (
     BadStepsSection,
     Dtype,
@@ -37,9 +40,10 @@ from forgeasync.runtime import (
     make_folders,
     start_trainer,
     store_group,
+    trainer_recovery,
 )
 from forgeasync.testing import write_tiny_model
-from forgeasync.trainer import TrainerSetup, items_of, whole_response
+from forgeasync.trainer import StepResult, TrainerSetup, items_of, whole_response
 from forgeasync.weights import StagedVersion, WeightExchange, WeightLedger
 from tests.support.rollouts import make_rollout
 from tests.support.trainer_faults import ANSWERED, FaultyLoss, Moment, TrainerFault, Way
@@ -112,7 +116,7 @@ def make_setup(model: Path, loss: Loss, **recovery: object) -> TrainerSetup:
 
 
 async def start_looking_after(
-    processes: ProcessManager, setup: TrainerSetup, out: Path, told: list[str], timeouts: TimeoutSection
+    processes: ProcessManager, setup: TrainerSetup, told: list[str], timeouts: TimeoutSection
 ) -> TrainerRecovery:
     async def reconnect(*weights: object) -> None:
         told.append("generators connected again")
@@ -147,7 +151,7 @@ async def make_steps(
     told: list[str] = []
     processes = ProcessManager(out, LocalHosts(), faults=FaultLog(out / "faults.jsonl", told.append))
     try:
-        trainer = await start_looking_after(processes, setup, out, told, timeouts)
+        trainer = await start_looking_after(processes, setup, told, timeouts)
         exchange = WeightExchange(WeightLedger(lease_timeout_s=60.0))
         trainer.when_buffers_are_new(lambda: exchange.change(lambda ledger: ledger.forget_committed()))
         metrics, staged = [], []
@@ -251,80 +255,64 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert not differ
 
 
-@pytest.mark.processes
-def test_a_rank_that_dies_over_the_snapshot_of_a_step_that_was_answered(
-    world: World, undisturbed: Made, tmp_path: Path
-) -> None:
-    made = disturb(world, tmp_path / "run", TrainerFault(step=4, rank=0, moment=Moment.SNAPSHOT))
-    check(made, undisturbed, num_faults=1)
-    assert made.num_made_again == 1, "step 4 had no snapshot on rank 0"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Faults of a run of the trainer."""
+
+    faults: tuple[TrainerFault, ...]
+    made_again: tuple[int, ...] = (0,)
+    """Possible numbers of complete steps that have to be made again."""
+    says: str = ""
+    """A pattern in what is told of it."""
+    snapshot_every_steps: int = 1
+    train_step_s: float = 600.0
+
+
+UNANSWERED = r"has not answered for trainer\.recovery\.heartbeat_s = 8 s; .*; the controller waits in .*train"
+SNAPSHOT_LOST = "over_a_snapshot"
+CASES = {
+    SNAPSHOT_LOST: Case(faults=(TrainerFault(step=4, rank=0, moment=Moment.SNAPSHOT),), made_again=(1,)),
+    "killed": Case(faults=(TrainerFault(step=2),)),
+    "exits": Case(faults=(TrainerFault(step=1, rank=0, way=Way.EXIT),)),
+    # The snapshot is written beside.
+    "while_staging": Case(faults=(TrainerFault(step=2, moment=Moment.STAGING),), made_again=(0, 1)),
+    "segfaults_over_a_snapshot": Case(
+        faults=(TrainerFault(step=3, moment=Moment.SNAPSHOT, way=Way.SEGFAULT),), made_again=(1,)
+    ),
+    "stopped": Case(faults=(TrainerFault(step=2, way=Way.STOP),), made_again=(0, 1), says=UNANSWERED),
+    "never_comes_to_a_collective": Case(
+        faults=(TrainerFault(step=2, way=Way.HANG),),
+        made_again=(0, 1),
+        says="is stuck: the trainer making step 2 took longer than 60 s",
+        train_step_s=60.0,
+    ),
+    # Armed in the step before, it happens when the files are to be shown.
+    "while_a_checkpoint_is_written": Case(
+        faults=(TrainerFault(step=CHECKPOINT_AFTER, rank=0, moment=Moment.CHECKPOINT),), made_again=(0, 1)
+    ),
+    "twice_with_snapshots_of_every_other_step": Case(
+        faults=(TrainerFault(step=1), TrainerFault(step=4)), made_again=(1,), snapshot_every_steps=2
+    ),
+}
 
 
 @pytest.mark.processes
-@pytest.mark.exhaustive
 @pytest.mark.timeout(LONG_S)
 @pytest.mark.parametrize(
-    ("fault", "num_made_again"),
-    [
-        (TrainerFault(step=2), 0),
-        (TrainerFault(step=1, rank=0, way=Way.EXIT), 0),
-        (TrainerFault(step=2, moment=Moment.STAGING), 0),
-        (TrainerFault(step=3, moment=Moment.SNAPSHOT, way=Way.SEGFAULT), 1),
-    ],
+    "name", [SNAPSHOT_LOST, *(pytest.param(one, marks=pytest.mark.exhaustive) for one in list(CASES)[1:])]
 )
-def test_ranks_that_end_in_other_ways_and_at_other_moments(
-    world: World, undisturbed: Made, tmp_path: Path, fault: TrainerFault, num_made_again: int
-) -> None:
-    made = disturb(world, tmp_path / "run", fault)
-    check(made, undisturbed, num_faults=1)
-    if fault.moment is not Moment.STAGING:
-        assert made.num_made_again == num_made_again
-    else:
-        assert made.num_made_again <= 1, "the snapshot is written beside"
-
-
-@pytest.mark.processes
-@pytest.mark.exhaustive
-@pytest.mark.timeout(LONG_S)
-def test_a_rank_that_is_stopped(world: World, undisturbed: Made, tmp_path: Path) -> None:
-    made = disturb(world, tmp_path / "run", TrainerFault(step=2, way=Way.STOP))
-    check(made, undisturbed, num_faults=1)
-    (told,) = [
-        text for text in made.told if "has not answered for trainer.recovery.heartbeat_s = 8 s; " in text
-    ]
-    assert "; the controller waits in " in told and "train" in told.partition("waits in ")[2]
-
-
-@pytest.mark.processes
-@pytest.mark.exhaustive
-@pytest.mark.timeout(LONG_S)
-def test_a_collective_that_never_ends(world: World, undisturbed: Made, tmp_path: Path) -> None:
-    timeouts = TimeoutSection(train_step_s=60.0)
-    made = disturb(world, tmp_path / "run", TrainerFault(step=2, way=Way.HANG), timeouts=timeouts)
-    check(made, undisturbed, num_faults=1)
-    assert any("is stuck: the trainer making step 2 took longer than 60 s" in text for text in made.told)
-
-
-@pytest.mark.processes
-@pytest.mark.exhaustive
-@pytest.mark.timeout(LONG_S)
-def test_a_checkpoint_whose_writer_dies_is_written_again(
-    world: World, undisturbed: Made, tmp_path: Path
-) -> None:
-    """The fault is armed in the step before, and happens when the files are to be shown."""
-    fault = TrainerFault(step=CHECKPOINT_AFTER, rank=0, moment=Moment.CHECKPOINT)
-    made = disturb(world, tmp_path / "run", fault)
-    check(made, undisturbed, num_faults=1)
-
-
-@pytest.mark.processes
-@pytest.mark.exhaustive
-@pytest.mark.timeout(LONG_S)
-def test_snapshots_of_every_other_step(world: World, undisturbed: Made, tmp_path: Path) -> None:
-    faults = (TrainerFault(step=1), TrainerFault(step=4))
-    made = disturb(world, tmp_path / "run", *faults, snapshot_every_steps=2)
-    check(made, undisturbed, num_faults=2)
-    assert made.num_made_again == 1, "step 3"
+def test_a_lost_rank_changes_nothing(world: World, undisturbed: Made, tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    made = disturb(
+        world,
+        tmp_path / "run",
+        *case.faults,
+        timeouts=TimeoutSection(train_step_s=case.train_step_s),
+        snapshot_every_steps=case.snapshot_every_steps,
+    )
+    check(made, undisturbed, num_faults=len(case.faults))
+    assert made.num_made_again in case.made_again
+    assert any(re.search(case.says, text) for text in made.told), made.told
 
 
 @pytest.mark.processes
@@ -348,10 +336,197 @@ def test_a_trainer_that_dies_again_and_again_ends_the_run_with_the_first_failure
 ) -> None:
     """Each life ends in the same step, in another way."""
     out = tmp_path / "run"
-    (out / "marks").mkdir(parents=True)
-    faults = tuple(TrainerFault(step=2, way=way) for way in (Way.KILL, Way.EXIT, Way.SEGFAULT))
-    setup = make_setup(world.model, FaultyLoss(faults=faults, marks=str(out / "marks")), max_restarts=2)
+    faults = (TrainerFault(step=2, way=way) for way in (Way.KILL, Way.EXIT, Way.SEGFAULT))
     with pytest.raises(ActorDied, match=r"trainer rank 1 \(process \d+\) has ended; see .*trainer-1.log"):
-        asyncio.run(make_steps(setup, world.batches, out, TimeoutSection()))
+        disturb(world, out, *faults, max_restarts=2)
     events = [json.loads(line) for line in (out / "faults.jsonl").read_text().splitlines()]
     assert [one["event"] for one in events] == ["detected", "recovered"] * 2 + ["detected"]
+
+
+# --- Checkpoints and exports whose trainer is lost, by trainers that are plain objects ---
+
+
+@dataclass
+class Mesh:
+    """A trainer that does what it is told; ``opens_at`` is the version of its snapshots."""
+
+    opens_at: int = 0
+    num_procs: int = 1
+    members: tuple[()] = ()
+    weight_layout: None = None
+    calls: list[tuple[str, object]] = field(default_factory=list)
+    is_exporting: asyncio.Event = field(default_factory=asyncio.Event)
+    answers_export: bool = True
+
+    async def _nothing(self, *arguments: object) -> None:
+        pass
+
+    async def _no_items(self, *arguments: object) -> list[int]:
+        return []
+
+    connect = finish_snapshot = finish_checkpoint = _nothing
+    snapshot_bytes = reopen_staging = _no_items
+
+    async def open_snapshots(self, folders: list[Path], *, every_steps: int, at_most: int) -> int:
+        return min(self.opens_at, at_most)
+
+    async def train_items(self, minibatches: object, *, step: int) -> StepResult:
+        self.calls.append(("step", step))
+        return StepResult(
+            policy_version=step,
+            num_targets=1,
+            num_padding_tokens=0,
+            train_s=0.0,
+            metrics={},
+            skip_reason=None,
+        )
+
+    async def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
+        """Leave its files in the writing."""
+        self.calls.append(("checkpoint", folder.name))
+        partial_folder(folder).mkdir()
+
+    async def policy_version(self) -> int:
+        return 7
+
+    async def save_hf(self, folder: Path, *, source: Path) -> int:
+        self.calls.append(("export", folder.name))
+        folder.mkdir()
+        self.is_exporting.set()
+        if not self.answers_export:
+            await asyncio.Event().wait()
+        return 7
+
+
+@dataclass
+class Lives:
+    """Of a trainer, and of the one that replaces it."""
+
+    first: Mesh
+    second: Mesh
+    recovery: TrainerRecovery = field(init=False)
+    told: list[str] = field(default_factory=list)
+    set_up_with: list[TrainerSetup] = field(default_factory=list)
+    """What the second trainer was set up with."""
+
+    async def lose(self) -> None:
+        """Lose the first trainer, and wait for the second one."""
+        life = self.recovery._life
+        life.state._lose("trainer rank 0", "has died", ActorDied("trainer rank 0 has ended"))
+        await life.until(lambda one: one.mesh is self.second or None)
+
+    async def step(self, number: int) -> None:
+        await self.recovery.train_items([], step=number)
+
+
+@asynccontextmanager
+async def trainers(
+    first: Mesh, second: Mesh, *, resume_from: Path | None = None, first_version: int = 0
+) -> AsyncIterator[Lives]:
+    """A trainer, which the second one replaces."""
+    lives = Lives(first, second)
+
+    async def nothing(*arguments: object, **keywords: object) -> list[object]:
+        return []
+
+    async def spawn(*arguments: object, **keywords: object) -> Mesh:
+        return second
+
+    async def set_up(trainer: Mesh, setup: TrainerSetup) -> None:
+        lives.set_up_with.append(setup)
+
+    lives.recovery = TrainerRecovery(
+        SimpleNamespace(faults=FaultLog(), peers=[], owned=set(), closing=[], log_dir=Path()),  # type: ignore[arg-type]
+        TrainerSetup(
+            section=SimpleNamespace(recovery=RecoverySection()),  # type: ignore[arg-type]
+            facts=None,  # type: ignore[arg-type]
+            temperature=1.0,
+            loss=Loss(),
+            seed=0,
+            checkpoint=None,
+            resume_from=resume_from,
+        ),
+        TimeoutSection(),
+        trainer=first,  # type: ignore[arg-type]
+        generators=SimpleNamespace(  # type: ignore[arg-type]
+            pool=SimpleNamespace(add_listener=lambda act: None), reconnect_weights=nothing
+        ),
+        first_version=first_version,
+        tell=lives.told.append,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("make_folders", "kill_trainer"):
+            patch.setattr(trainer_recovery, name, nothing)
+        patch.setattr(trainer_recovery, "set_up_trainer", set_up)
+        patch.setattr(trainer_recovery, "spawn_trainer", spawn)
+        await lives.recovery.start()
+        try:
+            yield lives
+        finally:
+            await lives.recovery.close()
+
+
+@pytest.mark.parametrize("version", [2, 0])
+async def test_a_checkpoint_that_was_lost_with_its_trainer_is_written_again_or_not_taken_for_written(
+    tmp_path: Path, version: int
+) -> None:
+    """The snapshots are of the step after it, or of one before, from which the trainer comes by its step."""
+    async with trainers(Mesh(), Mesh(opens_at=version)) as lives:
+        await lives.step(1)
+        await lives.recovery.begin_checkpoint(tmp_path / "step-00000001", run_state=b"", keep=1)
+        await lives.step(2)
+        await lives.lose()
+        if version == 0:
+            await lives.recovery.finish_checkpoint()
+            assert lives.second.calls == [("step", 1), ("checkpoint", "step-00000001"), ("step", 2)]
+            return
+        with pytest.raises(CheckpointLost, match="step-00000001 was not finished: the trainer was lost"):
+            await lives.recovery.finish_checkpoint()
+        await lives.recovery.finish_checkpoint()
+        assert "checkpoint step-00000001 was not finished: there is none of its step" in lives.told
+        assert not any(tmp_path.iterdir()), "its room may be needed"
+        assert lives.second.calls == []
+
+
+async def test_a_checkpoint_that_is_being_written_outlives_the_beginning_of_the_next(tmp_path: Path) -> None:
+    """What a lost trainer has left of its own checkpoint goes; nothing else does."""
+    first, second = tmp_path / "step-00000001", tmp_path / "step-00000002"
+    async with trainers(Mesh(), Mesh(opens_at=2)) as lives:
+        await lives.step(1)
+        await lives.recovery.begin_checkpoint(first, run_state=b"", keep=1)
+        await lives.step(2)
+        partial_folder(second).mkdir()
+        await lives.recovery.begin_checkpoint(second, run_state=b"", keep=1)
+        assert partial_folder(first).is_dir()
+        await lives.lose()
+        assert lives.second.calls == [("checkpoint", "step-00000002")], "its remains were removed"
+        assert partial_folder(first).is_dir()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_a_resumed_run_survives_its_trainer_when_its_first_checkpoint_is_gone(
+    tmp_path: Path, is_there: bool
+) -> None:
+    """Newer checkpoints replace the one that it was resumed from."""
+    checkpoint = tmp_path / "step-00000004"
+    if is_there:
+        checkpoint.mkdir()
+        (checkpoint / RUN_FILE).touch()
+    async with trainers(Mesh(), Mesh(opens_at=5), resume_from=checkpoint, first_version=4) as lives:
+        await lives.step(5)
+        await lives.lose()
+        (setup,) = lives.set_up_with
+        assert setup.resume_from == (checkpoint if is_there else None)
+
+
+async def test_an_export_that_is_all_written_is_not_written_again(tmp_path: Path) -> None:
+    """The trainer is lost between the last file and its answer. A folder of somebody else is none of its."""
+    async with trainers(Mesh(answers_export=False), Mesh()) as lives:
+        exporting = asyncio.create_task(lives.recovery.save_hf(tmp_path / "final", source=tmp_path))
+        await lives.first.is_exporting.wait()
+        await lives.lose()
+        assert await exporting == 7
+        assert lives.second.calls == []
+        (tmp_path / "other").mkdir()
+        with pytest.raises(FileExistsError):
+            await lives.recovery.save_hf(tmp_path / "other", source=tmp_path)
