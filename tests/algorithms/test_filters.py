@@ -183,12 +183,6 @@ def test_resampling_draws_from_the_stated_distribution() -> None:
     assert counts[2] < counts[1] < counts[3] < counts[0], "faults make a positive rarer"
 
 
-def test_little_smoothing_takes_positives_without_penalty_first() -> None:
-    facts = group([1.0] * 6 + [0.0] * 6, penalties=[0.5, 0.0, 0.5, 0.0, 0.5, 0.0] + [0.0] * 6)
-    resample = ResampleOnCorrect(num_kept=6, smoothing=1e-9)
-    assert all(run(resample, facts, seed).kept[:3] == (1, 3, 5) for seed in range(50))
-
-
 @pytest.mark.parametrize(
     ("build", "words"),
     [

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from forgeasync.config import ADAPTABLE, LoraSection, ParallelSection
-from forgeasync.trainer import PolicyTrainer, TrainingSequence, adapter_parameters, copy_whole, is_adapter
+from forgeasync.trainer import PolicyTrainer, TrainingSequence, adapter_parameters, copy_whole
 from tests.support import trainers
 
 PREFIX = "base_model.model."
@@ -36,22 +36,12 @@ def make_trainer(
     return trainer
 
 
-def adapters(trainer: PolicyTrainer, *, gradients: bool = False) -> dict[str, torch.Tensor]:
-    """All adapters (or their gradients) whole, one tensor per expert."""
-    tensors = {}
-    for weight in trainer.named_weights():
-        tensor = weight.tensor.grad if gradients else weight.tensor.detach()
-        full = trainers.whole(tensor)
-        tensors |= dict(zip(weight.names, full if len(weight.names) > 1 else [full], strict=True))
-    return tensors
-
-
 def base_weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
-    """This rank's shards of everything that is no adapter."""
+    """This rank's shards of what is frozen beneath adapters."""
     return {
         name: trainers.local(p).detach().clone()
         for name, p in trainer.model.named_parameters()
-        if not is_adapter(name)
+        if not p.requires_grad
     }
 
 

@@ -4,6 +4,7 @@ Shape suffixes: B rows, L row length, N heads, H head size.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -80,7 +81,7 @@ def random_inputs(
     return random(NUM_HEADS, head_size), random(num_kv_heads, head_size), random(num_kv_heads, value_size)
 
 
-def masked_attention(inputs: Tensors, positions_BL: torch.Tensor) -> torch.Tensor:
+def masked_attention(inputs: Sequence[torch.Tensor], positions_BL: torch.Tensor) -> torch.Tensor:
     """Float64 [B, L, N, H]: a row at a time, everything but a token's own past masked."""
     outs = []
     for row, positions_L in enumerate(positions_BL):
@@ -110,6 +111,29 @@ def make_moe() -> torch.nn.Module:
         for parameter in moe.parameters():
             parameter.normal_(std=0.3)
     return moe
+
+
+def moe_weights(moe: torch.nn.Module) -> list[torch.Tensor]:
+    """Of the gate and of the experts, as ``exact_moe`` takes them."""
+    experts = moe.routed_experts.inner_experts
+    return [moe.router.gate.weight, experts.w1_EFD, experts.w2_EDF, experts.w3_EFD]
+
+
+def exact_moe(
+    x_LD: torch.Tensor,
+    gate_ED: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    ids_LK: torch.Tensor,
+) -> torch.Tensor:
+    """What a layer computes with these experts for its tokens, by way of all experts."""
+    scores_LK = (x_LD @ gate_ED.T).softmax(-1).gather(-1, ids_LK)
+    scores_LK = scores_LK / (scores_LK.sum(-1, keepdim=True) + 1e-20)
+    inner_LEF = F.silu(torch.einsum("ld,efd->lef", x_LD, w1_EFD)) * torch.einsum("ld,efd->lef", x_LD, w3_EFD)
+    out_LED = torch.einsum("lef,edf->led", inner_LEF, w2_EDF)
+    chosen_LKD = out_LED.gather(1, ids_LK[..., None].expand(-1, -1, x_LD.shape[1]))
+    return (chosen_LKD * scores_LK[..., None]).sum(1)
 
 
 def random_ids(*shape: int) -> torch.Tensor:

@@ -27,13 +27,11 @@ from forgeasync.trainer import (
     CheckpointWriter,
     PolicyTrainer,
     TrainingSequence,
-    adapter_parameters,
-    full_tensors,
     pack_row,
     pack_rows,
 )
 from tests.support.processes import ProcessFailed, run_ranks
-from tests.support.trainers import TOKENS_PER_ROW, make_sequences, make_trainer, whole
+from tests.support.trainers import TOKENS_PER_ROW, make_sequences, make_trainer, named_tensors
 
 SINGLE = ParallelSection()
 LORA = LoraSection(rank=3, alpha=6.0, targets=("q_proj", "down_proj"))
@@ -68,12 +66,6 @@ def step(trainer: PolicyTrainer, sequences: list[TrainingSequence]) -> dict[str,
     }
 
 
-def weights_of(trainer: PolicyTrainer) -> Weights:
-    if trainer._lora is None:
-        return {name: tensor.clone() for name, tensor in full_tensors(trainer.model, trainer._facts)}
-    return {name: whole(p) for name, p in adapter_parameters(trainer.model)}
-
-
 def _save_in_mid_run(
     model: Path,
     parallel: ParallelSection,
@@ -89,7 +81,7 @@ def _save_in_mid_run(
         if number == NUM_BEFORE:
             folder = parent / checkpoint_name(number)
             trainer.begin_checkpoint(folder, run_state=b"{}", keep=1)
-    weights = weights_of(trainer)
+    weights = named_tensors(trainer)
     trainer.finish_checkpoint()
     return steps[NUM_BEFORE:], weights
 
@@ -108,7 +100,7 @@ def _resume(
     assert trainer.policy_version == NUM_BEFORE
     steps = [step(trainer, sequences) for _ in range(NUM_STEPS - NUM_BEFORE)]
     assert trainer.policy_version == NUM_STEPS
-    return steps, weights_of(trainer)
+    return steps, named_tensors(trainer)
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
@@ -238,17 +230,17 @@ def test_room_for_a_checkpoint_is_computed_and_asked_for(model: Path, tmp_path: 
     # A model that no disk holds, with 2 * 64 * 10**12 parameters in embedding and head.
     large = dataclasses.replace(facts, vocab_size=10**12)
     folders = {"checkpoints": tmp_path / "new", "export": tmp_path / "new"}
-    (problem,) = check_room(config, large, **folders)
-    assert problem.field == "run_dir" and "GiB free" in problem.remedy
-    # Of three steps with keep = 2 there are three for a moment, on the one disk that takes the export too.
-    assert "takes 4.77e+05 GiB and 3 checkpoints 4.29e+06 GiB" in problem.remedy
-    # With one every two steps, the last of the three steps has one too.
-    rare = config.model_copy(update={"checkpoint": CheckpointSection(every_steps=2)})
-    (problem,) = check_room(rare, large, **folders)
-    assert "takes 4.77e+05 GiB and 2 checkpoints 2.86e+06 GiB" in problem.remedy
-    never = config.model_copy(update={"checkpoint": CheckpointSection(every_steps=None)})
-    (problem,) = check_room(never, large, **folders)
-    assert problem.field == "run_dir" and "takes 4.77e+05 GiB, and" in problem.remedy
+    for every_steps, words in (
+        # Of three steps with keep = 2 there are three for a moment, on the one disk with the export.
+        (1, " and 3 checkpoints 4.29e+06 GiB"),
+        # The last of the three steps has one too.
+        (2, " and 2 checkpoints 2.86e+06 GiB"),
+        (None, ", and"),
+    ):
+        section = CheckpointSection(every_steps=every_steps)
+        (problem,) = check_room(config.model_copy(update={"checkpoint": section}), large, **folders)
+        assert problem.field == "run_dir" and "GiB free" in problem.remedy
+        assert f"takes 4.77e+05 GiB{words}" in problem.remedy
 
 
 def test_the_room_for_an_export_is_what_it_takes(model: Path) -> None:

@@ -18,7 +18,7 @@ from forgeasync.trainer import PackedRow, PolicyTrainer, items_of, pack_row, spl
 from tests.support.buffer_world import make_group
 from tests.support.config_samples import minimal_config, only
 from tests.support.processes import run_ranks
-from tests.support.trainers import make_sequences, make_trainer, whole
+from tests.support.trainers import make_sequences, make_trainer, named_tensors
 
 NUM_STEPS = 4
 
@@ -45,7 +45,7 @@ def unclipped_trainer(folder: Path, loss: Loss) -> PolicyTrainer:
 
 
 def weights_of(trainer: PolicyTrainer) -> list[torch.Tensor]:
-    return [whole(parameter) for parameter in trainer.model.parameters()]
+    return [*named_tensors(trainer).values()]
 
 
 def own_rows(folder: Path) -> list[list[PackedRow]]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forgeasync.algorithms import Gspo, Loss, PpoClip, RowTokens, Topr
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import (
     NUM_WORST,
@@ -24,8 +23,7 @@ from forgeasync.rollouts import (
 from forgeasync.trainer import StepResult, TrainingSequence, pack_row
 from tests.support.layouts import own_choices
 from tests.support.processes import run_ranks
-from tests.support.tokens import make_tokens
-from tests.support.trainers import make_sequences, make_trainer, whole
+from tests.support.trainers import make_sequences, make_trainer, named_tensors
 
 TEMPERATURE = 0.7
 VERSION = 5
@@ -64,7 +62,7 @@ def _observe(folder: Path) -> Observed:
         trainer = make_trainer(folder, temperature=TEMPERATURE)
         trainer.state.policy_version = VERSION
         results.append(trainer.train_step([pack_row(some[:3]), pack_row(some[3:])]))
-        weights.append({name: whole(parameter) for name, parameter in trainer.model.named_parameters()})
+        weights.append(named_tensors(trainer))
     assert results[2].tokens == TokenReport()
     return Observed(
         sequences=sequences,
@@ -197,26 +195,6 @@ def test_asking_changes_no_bit_of_the_step(observed: Observed) -> None:
     assert observed.weights.keys() == observed.weights_unasked.keys()
     for name, weight in observed.weights.items():
         assert torch.equal(weight, observed.weights_unasked[name]), name
-
-
-def _row(mask: list[bool]) -> RowTokens:
-    logprobs_T = torch.tensor([-1.0, -2.0, -0.5, -4.0])
-    return make_tokens(
-        logprobs_T,
-        behavior_logprobs_T=torch.tensor([-1.5, -1.0, -0.5, -50.0]),
-        advantages_T=torch.tensor([1.0, 1.0, -1.0, -1.0]),
-        mask_T=torch.tensor(mask),
-        sequence_ids_T=torch.tensor([0, 0, 1, 1]),
-    )
-
-
-def test_ratios_are_those_of_the_objective() -> None:
-    row = _row([True, True, True, True])
-    e = np.exp
-    assert PpoClip().importance_ratios(row).numpy() == pytest.approx([e(0.5), e(-1), 1.0, e(20)], rel=1e-5)
-    assert Gspo().importance_ratios(row).numpy() == pytest.approx([e(-0.25)] * 2 + [e(20)] * 2, rel=1e-5)
-    assert Topr().importance_ratios(row).numpy() == pytest.approx([e(-0.5)] * 2 + [1.0] * 2, rel=1e-5)
-    assert Loss().objective.importance_ratios(_row([False] * 4)).tolist() == [1.0] * 4
 
 
 def _worst_token(group_id: int, mismatch: float) -> WorstToken:

@@ -1,7 +1,7 @@
 """Twenty random updates under load: every engine ends with the trainer's weights, bit for bit.
 
 Real processes: trainer meshes of several layouts, one or two generators that sample all the while, each
-transport.
+transport. Rollouts travel back through the payload store, with routing and kept sets recorded and replayed.
 """
 
 import asyncio
@@ -38,6 +38,7 @@ from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.trainer import assign_rows, items_of, whole_response
 from forgeasync.weights import FetchReport, WeightExchange, WeightLedger
 from tests.support.engines import assert_engine_holds
+from tests.support.peft_adapters import write_merged
 from tests.support.trainer_and_generators import start_both
 from tests.support.trainers import random_rows
 from tests.support.weight_service import write_own_transport
@@ -105,6 +106,7 @@ class Seen:
     span_versions: list[tuple[int, ...]]
     seeded: list[tuple[SampledResponse, ...]]
     """Responses to one prompt with one seed, twice."""
+    payload_files_left: list[Path]
 
 
 PROMPT = np.arange(3, 9, dtype=np.int32)
@@ -184,6 +186,7 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
             is_done.set()
         catching_up.cancel()
         await trainer.save_hf(out / "exported", source=folder)
+        fresh_metrics = await _train_on_fresh(trainer, generators)
         return Seen(
             parameters=[await replica.actor.parameters.call_one() for replica in generators.pool.replicas],
             fetches=fetches,
@@ -191,27 +194,11 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
             seeded=[
                 await generators.respond(PROMPT, num_samples=4, sampling=SAMPLING, seed=7) for _ in range(2)
             ],
-            fresh_metrics=await _train_on_fresh(trainer, generators),
+            fresh_metrics=fresh_metrics,
+            payload_files_left=[file for one in manager.payload_folders for file in one.glob("*.group")],
         )
     finally:
         await manager.close()
-
-
-def exported_weights(folder: Path, exported: Path, lora: LoraSection | None) -> dict[str, torch.Tensor]:
-    """What was exported; of adapters the base folder's tensors plus (alpha / rank) B A."""
-    if lora is None:
-        return load_file(exported / "model-00001-of-00001.safetensors")
-    tensors, stored = (
-        load_file(folder / "model.safetensors"),
-        load_file(exported / "adapter_model.safetensors"),
-    )
-    for name, a in stored.items():
-        if "lora_A" in name:
-            b = stored[name.replace("lora_A", "lora_B")]
-            target = name.removeprefix("base_model.model.").replace(".lora_A", "")
-            product = lora.alpha / lora.rank * b.double() @ a.double()
-            tensors[target] = (tensors[target].double() + product).float()
-    return tensors
 
 
 REPRESENTATIVE = ("ep2-rdma-1_generator",)
@@ -245,7 +232,11 @@ def test_engines_end_with_the_trainers_weights(
     )
     seen = asyncio.run(_scenario(config, case, folder, tmp_path))
     before = load_file(folder / "model.safetensors")
-    exported = exported_weights(folder, tmp_path / "exported", config.lora)
+    file = tmp_path / "exported" / "model-00001-of-00001.safetensors"
+    if config.lora is not None:
+        adapters = load_file(tmp_path / "exported" / "adapter_model.safetensors")
+        file = write_merged(folder, adapters, config.lora, tmp_path / "merged") / "model.safetensors"
+    exported = load_file(file)
     changed = [name for name in before if not torch.equal(before[name], exported[name])]
     # Of adapted layers: two of attention, two with four experts.
     num_adapted = sum(2 if target[0] in "qkvo" else 8 for target in case.lora)
@@ -255,6 +246,8 @@ def test_engines_end_with_the_trainers_weights(
     # Through the same experts and over the same kept sets, the ratio of fresh data is 1 up to rounding.
     assert seen.fresh_metrics["mismatch/logprob_abs_max"] < 1e-4
     assert seen.fresh_metrics["routing/recorded_share"] == 1.0
+    assert seen.fresh_metrics["routing/num_without_record"] == 0.0
+    assert seen.payload_files_left == [], "freed with their step"
     full_bytes = sum(tensor.nbytes for tensor in exported.values())
     assert not case.lora or max(fetch.num_bytes_moved for fetch in seen.fetches) < full_bytes / 2
     assert all(fetch.is_complete for fetch in seen.fetches)
