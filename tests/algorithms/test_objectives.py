@@ -120,36 +120,31 @@ SIX = [0.5, 1.0, 1.25, 0.75, 1.2, 2.0]
 
 
 @pytest.mark.parametrize(
-    ("objective", "ratios", "advantages", "name", "expected"),
+    ("part", "ratios", "advantages", "name", "expected"),
     [
-        (PpoClip(clip_low=0.2, clip_high=0.28), SIX, [1, 1, 1, -1, -1, 1], "clipped_share", 2),
-        (PpoClip(dual_clip=1.5), SIX, [0, 0, 0.5, -0.5, -2, -1], "dual_clipped_share", 1),
-        (Cispo(clip_low=0.2, clip_high=0.28), SIX, [1, -1, 1, 1, 1, 1], "clipped_share", 3),
-        (DecoupledPpo(behavior_cap=1.22), SIX, [1, 1, 1, -1, 1, -1], "behavior_capped_share", 2),
+        (PpoClip(clip_low=0.2, clip_high=0.28), SIX, [1, 1, 1, -1, -1, 1], "objective/clipped", 2),
+        (PpoClip(dual_clip=1.5), SIX, [0, 0, 0.5, -0.5, -2, -1], "objective/dual_clipped", 1),
+        (Cispo(clip_low=0.2, clip_high=0.28), SIX, [1, -1, 1, 1, 1, 1], "objective/clipped", 3),
+        (DecoupledPpo(behavior_cap=1.22), SIX, [1, 1, 1, -1, 1, -1], "objective/behavior_capped", 2),
         # Of whole sequences: the first became likelier.
-        (Topr(), SIX, [-1, -1, 0, 1, 1, -1], "tapered_share", 0),
-        (Topr(), [0.5, 0.5, 1.0], [-1, -1, -1], "tapered_share", 3),
+        (Topr(), SIX, [-1, -1, 0, 1, 1, -1], "objective/tapered", 0),
+        (Topr(), [0.5, 0.5, 1.0], [-1, -1, -1], "objective/tapered", 3),
+        # A ratio at the cap or at a bound stays as it is.
+        (TruncatedIs(cap=2.0), [0.5, 1.0, 2.0, 3.0], [1, -1, 1, -1], "correction/truncated", 1),
+        (MaskedIs(low=0.75, high=2.5), [0.5, 1.0, 2.0, 3.0], [1, -1, 1, -1], "correction/masked", 2),
+        (MaskedIs(low=1.0, high=2.5), [1.0], [1], "correction/masked", 0),
     ],
 )
 def test_shares_count_the_tokens_they_name(
-    objective: Objective, ratios: list[float], advantages: list[float], name: str, expected: int
+    part: Objective | TruncatedIs | MaskedIs,
+    ratios: list[float],
+    advantages: list[float],
+    name: str,
+    expected: int,
 ) -> None:
     """A masked token of ratio 100 beside them counts nowhere."""
-    _, sums = objective(one_sequence(ratios, advantages))
-    assert int(sums[f"objective/{name}"]) == expected
-
-
-def test_corrections_count_what_they_change() -> None:
-    tokens = one_sequence([0.5, 1.0, 2.0, 3.0], [1.0, -1.0, 1.0, -1.0])
-    weights_T, sums = TruncatedIs(cap=2.0)(tokens)
-    assert weights_T.tolist() == pytest.approx([0.5, 1.0, 2.0, 2.0, 0.0])
-    assert int(sums["correction/truncated_share"]) == 1
-    weights_T, sums = MaskedIs(low=0.75, high=2.5)(tokens)
-    assert weights_T.tolist() == pytest.approx([0.0, 1.0, 2.0, 0.0, 0.0])
-    assert int(sums["correction/masked_share"]) == 2
-    weights_T, _ = MaskedIs(low=1.0, high=2.5)(one_sequence([1.0], [1.0]))
-    assert weights_T.tolist() == [1.0, 0.0], "the bounds are inside"
-    assert TruncatedIs(cap=0.5)(one_sequence([1.0], [1.0]))[0].tolist() == [0.5, 0.0]
+    _, sums = part(one_sequence(ratios, advantages))
+    assert int(sums[f"{name}_share"]) == expected
 
 
 def test_a_sequence_at_the_threshold_stays() -> None:

@@ -171,26 +171,6 @@ def test_decisions_of_the_first_layer(folder: Path, observed: Observed) -> None:
     assert seen == set(Decision)
 
 
-def _disagreements(folder: Path) -> tuple[StepResult, int]:
-    """A step on one sequence of which every replayed decision is one that predicts a token."""
-    sequence = make_sequences(1, read_model_facts(str(folder)))[0]
-    prompt_ids_P = sequence.prompt_ids_P[-1:]
-    assert sequence.expert_ids_SMK is not None
-    expert_ids_SMK = sequence.expert_ids_SMK[-len(sequence.response_ids_T) - 1 :].copy()
-    expert_ids_SMK[-1] = -1
-    short = dataclasses.replace(sequence, prompt_ids_P=prompt_ids_P, expert_ids_SMK=expert_ids_SMK)
-    return make_trainer(folder).train_step([pack_row([short])]), len(short.response_ids_T)
-
-
-def test_disagreement_is_that_of_the_metric(folder: Path) -> None:
-    result, num_tokens = run_ranks(1, _disagreements, folder)[0]
-    decisions_MN = result.tokens.branches[0].values.decisions_MN
-    assert decisions_MN is not None and decisions_MN.shape == (2, num_tokens)
-    for layer, decisions_N in enumerate(decisions_MN):
-        share = (decisions_N == Decision.OTHER).sum() / (decisions_N != Decision.OWN).sum()
-        assert result.metrics[f"routing/disagreement_share_layer_{layer:02d}"] == pytest.approx(share)
-
-
 def test_asking_changes_no_bit_of_the_step(observed: Observed) -> None:
     assert observed.weights.keys() == observed.weights_unasked.keys()
     for name, weight in observed.weights.items():
