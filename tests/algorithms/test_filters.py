@@ -87,16 +87,13 @@ def test_what_is_left_adds_up(facts: GroupFacts, several: list[Filter], seed: in
     left = list(zip(range(facts.size), facts.rewards, strict=True))
     for one in several:
         indices, rewards = [index for index, _ in left], [reward for _, reward in left]
-        penalties = None if facts.penalties is None else [facts.penalties[index] for index in indices]
-        step = one(
-            GroupFacts(
-                rewards=tuple(rewards),
-                lengths=tuple(facts.lengths[index] for index in indices),
-                is_truncated=tuple(facts.is_truncated[index] for index in indices),
-                penalties=None if penalties is None else tuple(penalties),
-            ),
-            rng,
+        renewed = group(
+            rewards,
+            lengths=[facts.lengths[index] for index in indices],
+            truncated=tuple(place for place, index in enumerate(indices) if facts.is_truncated[index]),
+            penalties=None if facts.penalties is None else [facts.penalties[index] for index in indices],
         )
+        step = one(renewed, rng)
         left = [(indices[i], reward) for i, reward in zip(step.kept, step.rewards, strict=True)]
         if step.reason is not None:
             assert found.reason is step.reason and found.kept == () and found.num_dropped == facts.size

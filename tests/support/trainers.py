@@ -130,12 +130,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def named_tensors(trainer: PolicyTrainer, *, gradients: bool = False) -> dict[str, torch.Tensor]:
-    """All weights or adapters (or their gradients) whole, one tensor per expert, by Hugging Face's names."""
+    """All that is published (or its gradients) whole, one tensor per expert, by Hugging Face's names."""
     tensors = {}
-    for weight in trainer.named_weights():
+    for weight in trainer.published_weights():
         tensor = weight.tensor.grad if gradients else weight.tensor
         if tensor is None:
-            continue  # as those of buffers
+            continue  # as those of buffers and averages
         full = whole(tensor)
         tensors |= dict(zip(weight.names, full if len(weight.names) > 1 else [full], strict=True))
     return tensors

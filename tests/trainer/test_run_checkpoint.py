@@ -53,9 +53,10 @@ def sequences(folder: Path) -> list[TrainingSequence]:
 
 
 def probing_trainer(model: Path, parallel: ParallelSection, **options: Any) -> PolicyTrainer:
-    """It probes on every second row or so: their turn is part of what is resumed."""
+    """It probes on every second row or so: their turn is part of what is resumed, and so is the average."""
     optimizer = OptimizerSection(learning_rate=1e-2, warmup_steps=10, max_grad_norm=0.1, eps=1e-3)
-    return make_trainer(model, parallel, replay_probe_share=0.4, optimizer=optimizer, **options)
+    options = {"replay_probe_share": 0.4, "average_alpha": 0.9, "optimizer": optimizer} | options
+    return make_trainer(model, parallel, **options)
 
 
 def step(trainer: PolicyTrainer, sequences: list[TrainingSequence]) -> dict[str, float]:
@@ -267,7 +268,7 @@ def test_room_on_two_disks(model: Path, tmp_path: Path) -> None:
 
 
 def _write_one(model: Path, parent: Path) -> None:
-    trainer = probing_trainer(model, SINGLE)
+    trainer = probing_trainer(model, SINGLE, average_alpha=None)
     trainer.begin_checkpoint(parent / checkpoint_name(1), run_state=b"{}", keep=1)
     trainer.finish_checkpoint()
 
@@ -286,7 +287,7 @@ def _resume_all(model: Path, folders: list[Path]) -> list[str]:
     messages = []
     for folder in folders:
         with pytest.raises(ValueError) as caught:
-            probing_trainer(model, SINGLE).resume(folder)
+            probing_trainer(model, SINGLE, average_alpha=None).resume(folder)
         messages.append(str(caught.value))
     return messages
 
