@@ -1,5 +1,6 @@
 """Log-probabilities over kept sets against a float64 reference written from the definition."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,15 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forgeasync.models import GATHER_COST
-from forgeasync.trainer import chunked_predictions, head_weight, kept_logprobs
+from forgeasync.trainer import Predictions, chunked_predictions, head_weight, kept_logprobs
 from forgeasync.trainer import logprobs as logprobs_module
 from tests.support.live_tensors import LiveTensors
 from tests.support.processes import run_ranks
 from tests.support.references import ALWAYS_GATHER, NEVER_GATHER, make_case, reference
+from tests.support.trainers import whole
 
 
 @settings(deadline=None, max_examples=60)
@@ -198,49 +200,46 @@ def test_the_logits_of_a_whole_row_never_exist_together() -> None:
     assert live.peak_bytes < 4 * num_tokens * vocab_size / 5
 
 
-def _sharded(seed: int, vocab_size: int, cost: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _sharded(vocab_size: int, cost: int) -> None:
     """Values and gradients with the vocabulary split over two ranks, and whole."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    logits, tokens, offsets, ids = make_case(seed, 17, vocab_size, largest_set=8)
-    factors = torch.linspace(-1, 1, 17, dtype=torch.float64)
-    whole = logits.clone().requires_grad_()
-    expected = kept_logprobs(whole, tokens, offsets, ids, 0.6)
-    (expected * factors).sum().backward()
-    results, references = [], []
     logprobs_module.GATHER_COST = cost
-    for placement in (Shard(1), Replicate()):
-        sharded = DTensor.from_local(logits, mesh, [Replicate()]).redistribute(placements=[placement])
-        sharded = sharded.detach().requires_grad_()
-        logprobs = kept_logprobs(sharded, tokens, offsets, ids, 0.6)
-        (logprobs * factors).sum().backward()
-        results += [logprobs.detach(), sharded.grad.full_tensor()]
-        references += [expected.detach(), whole.grad]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    logits_TV, tokens, offsets, ids = make_case(5, 17, vocab_size, largest_set=8)
+    generator = torch.Generator().manual_seed(5)
+    hidden_TD, weight_VD = (
+        torch.randn(num, 6, dtype=torch.float64, generator=generator) for num in (17, vocab_size)
+    )
+    split_VD = distribute_tensor(weight_VD, mesh, [Shard(0)])
 
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(17, 6, dtype=torch.float64, generator=generator)
-    weight = torch.randn(vocab_size, 6, dtype=torch.float64, generator=generator)
-    whole_hidden, whole_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    expected = kept_logprobs(whole_hidden @ whole_weight.T, tokens, offsets, ids, 0.6)
-    (expected * factors).sum().backward()
-    hidden.requires_grad_()
-    sharded_weight = DTensor.from_local(weight, mesh, [Replicate()]).redistribute(placements=[Shard(0)])
-    sharded_weight = sharded_weight.detach().requires_grad_()
-    logprobs, entropies, _ = chunked_predictions(
-        hidden, sharded_weight, tokens, offsets, ids, 0.6, with_entropies=True, chunk_tokens=5
+    def kept(logits_TV: torch.Tensor) -> torch.Tensor:
+        return kept_logprobs(logits_TV, tokens, offsets, ids, 0.6)
+
+    def chunked(hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> Predictions:
+        options = {"with_entropies": True, "chunk_tokens": 5}
+        return chunked_predictions(hidden_TD, weight_VD, tokens, offsets, ids, 0.6, **options)
+
+    def with_gradients(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [one.detach().requires_grad_() for one in inputs]
+        values_T = compute(*leaves)
+        factors_T = torch.linspace(-1, 1, 17, dtype=torch.float64)
+        gradients = torch.autograd.grad((values_T * factors_T).sum(), leaves)
+        return [whole(one) for one in (values_T, *gradients)]
+
+    expected = with_gradients(kept, logits_TV)
+    for placement in (Shard(1), Replicate()):
+        found = with_gradients(kept, distribute_tensor(logits_TV, mesh, [placement]))
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    found = with_gradients(lambda *inputs: chunked(*inputs).logprobs_T, hidden_TD, split_VD)
+    expected = with_gradients(
+        lambda hidden_TD, weight_VD: kept(hidden_TD @ weight_VD.T), hidden_TD, weight_VD
     )
-    (logprobs * factors).sum().backward()
-    results += [logprobs.detach(), hidden.grad, sharded_weight.grad.full_tensor(), entropies]
-    _, exact, _ = chunked_predictions(
-        whole_hidden, whole_weight, tokens, offsets, ids, 0.6, with_entropies=True
-    )
-    references += [expected.detach(), whole_hidden.grad, whole_weight.grad, exact]
-    return results, references
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    entropies = (chunked(hidden_TD, weight).entropies_T for weight in (split_VD, weight_VD))
+    torch.testing.assert_close(*entropies, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("vocab_size", "cost"), [(40, ALWAYS_GATHER), (33, ALWAYS_GATHER), (33, NEVER_GATHER)]
 )
 def test_a_vocabulary_over_two_ranks_gives_the_same(vocab_size: int, cost: int) -> None:
-    for results, references in run_ranks(2, _sharded, 5, vocab_size, cost):
-        for result, expected in zip(results, references, strict=True):
-            torch.testing.assert_close(result, expected, atol=1e-12, rtol=1e-12)
+    run_ranks(2, _sharded, vocab_size, cost)
