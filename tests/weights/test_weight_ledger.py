@@ -89,6 +89,28 @@ def test_every_history_is_that_of_versions_and_leases_kept_by_hand(events: list[
         assert ledger.num_expired_leases == num_expired
 
 
+def test_a_reader_gets_the_version_that_it_prefers_while_a_slot_has_it() -> None:
+    ledger = WeightLedger(lease_timeout_s=TIMEOUT_S)
+
+    def publish(version: int) -> None:
+        slot = ledger.begin(0.0)
+        assert slot is not None
+        ledger.commit(manifest(version, slot))
+
+    def leased(**wish: int) -> int | None:
+        found = ledger.acquire(0, now_s=0.0, **wish)
+        ledger.release(0)
+        return None if found is None else found.version
+
+    publish(1)
+    publish(2)
+    assert leased(newer_than=0, preferred=1) == 1
+    assert leased(newer_than=0, preferred=7) == leased(newer_than=0) == leased(newer_than=1, preferred=1) == 2
+    assert leased(newer_than=2, preferred=1) is None, "it has a newer one already"
+    publish(3)
+    assert leased(newer_than=0, preferred=1) == leased(newer_than=2, preferred=2) == 3
+
+
 def test_a_failed_publication_is_not_shown_and_made_up_for() -> None:
     async def scenario() -> None:
         exchange = WeightExchange(WeightLedger(lease_timeout_s=TIMEOUT_S))
