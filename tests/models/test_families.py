@@ -14,6 +14,7 @@ from forgeasync.models import check_checkpoint_shapes, read_model_facts
 from forgeasync.trainer import TrainingSequence, hf_checkpoint, pack_row
 from tests.support.families import VARIANTS, write_family
 from tests.support.processes import run_ranks
+from tests.support.references import reference_logprobs
 from tests.support.trainers import make_trainer, named_tensors, plain_sequence
 
 MAX_FILE_BYTES = 40_000
@@ -52,19 +53,10 @@ def test_logprobs_are_those_of_transformers(
     found = run_ranks(1, _logprobs, folders, sequences)[0]
     for variant, folder in folders.items():
         reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        rows = []
-        for sequence in sequences:
-            ids, num_prompt = _ids(sequence), len(sequence.prompt_ids_P)
-            with torch.no_grad():
-                logprobs = torch.log_softmax(reference(ids[None]).logits[0].double(), -1)
-            rows.append(logprobs[num_prompt - 1 : -1].gather(1, ids[num_prompt:, None])[:, 0])
-        expected = torch.cat(rows)
+        with torch.no_grad():
+            expected = torch.cat([reference_logprobs(reference, sequence) for sequence in sequences])
         torch.testing.assert_close(found[variant].double(), expected, atol=1e-4, rtol=0, msg=variant)
         assert expected.std() > 0.3, f"{variant}: a nearly uniform model would hide mistakes"
-
-
-def _ids(sequence: TrainingSequence) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([sequence.prompt_ids_P, sequence.response_ids_T])).long()
 
 
 def _biases(folder: Path, sequences: list[TrainingSequence]) -> dict[RouterBias, dict[str, torch.Tensor]]:
@@ -90,9 +82,9 @@ def test_biases_of_routers_follow_the_load_or_stay(
         chosen[layer] = []
         gate = model.model.layers[layer].mlp.gate
         gate.register_forward_hook(lambda _gate, _input, output, ids=chosen[layer]: ids.append(output[2]))
-    for sequence in sequences:
-        with torch.no_grad():
-            model(_ids(sequence)[None])
+    with torch.no_grad():
+        for sequence in sequences:
+            reference_logprobs(model, sequence)
     for layer, ids in chosen.items():
         counts_E = torch.bincount(torch.cat(ids).flatten(), minlength=facts.num_experts).double()
         changes_E = SPEED * torch.sign(counts_E.mean() - counts_E)

@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from forgeasync.config import ADAPTABLE, LoraSection, ParallelSection
@@ -48,10 +47,3 @@ def base_weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
 def free(sequences: list[TrainingSequence]) -> list[TrainingSequence]:
     """Three of the sequences, routed by the model itself, over the whole vocabulary."""
     return [dataclasses.replace(s, expert_ids_SMK=None, kept_tokens=None) for s in sequences[:3]]
-
-
-def reference_logprobs(model: torch.nn.Module, sequence: TrainingSequence) -> torch.Tensor:
-    """Of a sequence's response, by a transformers (or peft) model."""
-    ids = torch.from_numpy(np.concatenate([sequence.prompt_ids_P, sequence.response_ids_T])).long()
-    logits = model(ids[None]).logits[0, len(sequence.prompt_ids_P) - 1 : -1]
-    return torch.log_softmax(logits, -1).gather(-1, ids[len(sequence.prompt_ids_P) :, None])[:, 0]

@@ -4,13 +4,14 @@ Shape suffixes: B rows, L row length, N heads, H head size.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from forgeasync.trainer import titan_config
+from forgeasync.trainer import TrainingSequence, titan_config
 from tests.support import config_samples
 
 
@@ -45,6 +46,30 @@ def reference(
         scaled = logits[index, kept].double() / temperature
         logprobs.append(torch.log_softmax(scaled, 0)[kept.index(token)])
     return torch.stack(logprobs)
+
+
+def reference_entropies(
+    logits: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """One token at a time, in float64: -sum p log p over its kept ids."""
+    entropies = []
+    for index in range(len(logits)):
+        kept = ids[offsets[index] : offsets[index + 1]].tolist() or list(range(logits.shape[1]))
+        logs = torch.log_softmax(logits[index, kept].double() / temperature, 0)
+        entropies.append(-math.fsum((logs.exp() * logs).tolist()))
+    return torch.tensor(entropies, dtype=torch.float64)
+
+
+def reference_logits(model: torch.nn.Module, sequence: TrainingSequence) -> torch.Tensor:
+    """Of a transformers (or peft) model at every token of a sequence's response, float64 [T, V]."""
+    ids = torch.from_numpy(np.concatenate([sequence.prompt_ids_P, sequence.response_ids_T])).long()
+    return model(ids[None]).logits[0, len(sequence.prompt_ids_P) - 1 : -1].double()
+
+
+def reference_logprobs(model: torch.nn.Module, sequence: TrainingSequence) -> torch.Tensor:
+    """The same of the tokens themselves, over the whole vocabulary at temperature 1: [T]."""
+    ids_T = torch.from_numpy(sequence.response_ids_T).long()
+    return reference_logits(model, sequence).log_softmax(-1).gather(-1, ids_T[:, None])[:, 0]
 
 
 ALWAYS_GATHER, NEVER_GATHER = 0, 10**9

@@ -171,9 +171,7 @@ def test_whole_rows(value_size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_is_cast(dtype: torch.dtype) -> None:
     """FlashAttention refuses float32; attention in another dtype than the model's would go unnoticed."""
-    positions_BL = packed_positions([[20, 44]])
-    inputs = random_inputs(positions_BL, num_kv_heads=2, head_size=16, value_size=16, dtype=dtype)
-    assert in_parts(inputs, positions_BL).dtype == dtype
+    check(in_parts, [[20, 44]], dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

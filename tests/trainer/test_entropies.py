@@ -9,19 +9,7 @@ from hypothesis import strategies as st
 
 from forgeasync.trainer import chunked_predictions
 from forgeasync.trainer import logprobs as logprobs_module
-from tests.support.references import ALWAYS_GATHER, NEVER_GATHER, make_case
-
-
-def reference(
-    logits: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor, temperature: float
-) -> torch.Tensor:
-    """One token at a time, in float64: -sum p log p over its kept ids."""
-    entropies = []
-    for index in range(len(logits)):
-        kept = ids[offsets[index] : offsets[index + 1]].tolist() or list(range(logits.shape[1]))
-        logs = torch.log_softmax(logits[index, kept].double() / temperature, 0)
-        entropies.append(-math.fsum((logs.exp() * logs).tolist()))
-    return torch.tensor(entropies, dtype=torch.float64)
+from tests.support.references import ALWAYS_GATHER, NEVER_GATHER, make_case, reference_entropies
 
 
 @settings(deadline=None, max_examples=80)
@@ -67,7 +55,7 @@ def test_entropies_are_the_definitions(
                 chunk_tokens=chunk_tokens,
             ).entropies_T
             assert found is not None and found.dtype is dtype and not found.requires_grad
-            expected = reference(logits_TV, offsets, ids, temperature)
+            expected = reference_entropies(logits_TV, offsets, ids, temperature)
             assert (found[offsets.diff() == 1] == 0.0).all(), "one kept token leaves no choice"
             # A scaled logit is rounded by its size; no entropy moves by more than log(V) times that.
             largest = float(logits.abs().max()) / temperature if num_tokens else 0.0

@@ -13,9 +13,10 @@ from forgeasync.models import read_model_facts
 from forgeasync.trainer import CONFIG_FILE, WEIGHTS_FILE, GroupedAdapter, TrainingSequence, pack_row
 from forgeasync.weights import merge_adapter
 from tests.support.families import write_family
-from tests.support.lora import LORA, PREFIX, base_weights, free, make_trainer, reference_logprobs
+from tests.support.lora import LORA, PREFIX, base_weights, free, make_trainer
 from tests.support.peft_adapters import write_merged
 from tests.support.processes import run_alone, run_ranks
+from tests.support.references import reference_logprobs
 from tests.support.trainers import make_sequences, named_tensors
 
 CHOICES = (ADAPTABLE, ("q_proj", "v_proj"), ("o_proj", "gate_proj"), ("down_proj",))
@@ -101,7 +102,7 @@ def assert_peft_agrees(
         plain_T = torch.cat([reference_logprobs(base, sequence) for sequence in sequences])
         adapted = PeftModel.from_pretrained(base, adapters)
         expected_T = torch.cat([reference_logprobs(adapted, sequence) for sequence in sequences])
-    torch.testing.assert_close(logprobs_T, expected_T, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logprobs_T.double(), expected_T, atol=1e-4, rtol=0)
     assert (plain_T - expected_T).abs().mean() > 0.01, "adapters that do nothing would hide mistakes"
 
 

@@ -15,8 +15,9 @@ from forgeasync.algorithms import Loss
 from forgeasync.config import OptimizerSection, ParallelSection
 from forgeasync.models import read_model_facts
 from forgeasync.trainer import PackedRow, PolicyTrainer, StepSums, TrainingSequence, pack_row, pack_rows
-from tests.support.lora import LORA, reference_logprobs
+from tests.support.lora import LORA
 from tests.support.processes import run_ranks
+from tests.support.references import reference_logprobs
 from tests.support.tokens import K3, section
 from tests.support.trainers import make_sequences, make_trainer, named_tensors, step_with_gradients
 
@@ -203,7 +204,7 @@ def _against_checkpoint(folder: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     reference.lm_head.register_forward_hook(lambda module, inputs, logits: logits / 0.8)
     with torch.no_grad():
-        ref_T = torch.cat([reference_logprobs(reference, sequence) for sequence in free]).double()
+        ref_T = torch.cat([reference_logprobs(reference, sequence) for sequence in free])
     advantages_T = torch.from_numpy(row.advantages_L[row.mask_L]).double()
     for lora in (None, LORA):
         loss = section(objective={"kind": "reinforce"}, kl=K3)

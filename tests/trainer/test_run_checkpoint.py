@@ -185,39 +185,33 @@ def test_a_kill_in_mid_write_leaves_the_checkpoint_before(model: Path, tmp_path:
     assert run_ranks(1, _version, model, parent / "step-00000001") == [1]
 
 
-def _keep_and_refuse(model: Path, other: Path, parent: Path) -> tuple[list[str], int, list[str]]:
-    """Four checkpoints of which two are kept; what reading one gives, and what those say that cannot."""
+def _keep_and_refuse(model: Path, other: Path, parent: Path) -> None:
     trainer = probing_trainer(model, SINGLE)
     for version in (1, 2, 3, 4):
         trainer.state.policy_version = version
         trainer.begin_checkpoint(parent / checkpoint_name(version), run_state=b"{}", keep=2)
     trainer.finish_checkpoint()
+    assert [path.name for path in sorted(list_checkpoints(parent))] == ["step-00000003", "step-00000004"]
     folder = parent / checkpoint_name(3)
     trainer.resume(folder)
-    messages = []
-    for stranger in (probing_trainer(other, SINGLE), probing_trainer(model, SINGLE, lora=LORA)):
-        with pytest.raises(ValueError) as caught:
+    assert trainer.policy_version == 3
+    for stranger, words in (
+        (probing_trainer(other, SINGLE), rf"{parent}.*has shape \(8, 64.*\(4, 64"),
+        (probing_trainer(model, SINGLE, lora=LORA), "no such tensor"),
+    ):
+        with pytest.raises(ValueError, match=words):
             stranger.resume(folder)
-        messages.append(str(caught.value))
     # A file in the way, as a full disk would be.
     (parent / "step-00000005.tmp").write_text("")
     trainer.begin_checkpoint(parent / checkpoint_name(5), run_state=b"{}", keep=2)
-    with pytest.raises(OSError, match="step-00000005 could not be written") as caught:
+    with pytest.raises(OSError, match=r"step-00000005 could not be written.*Not a directory"):
         trainer.finish_checkpoint()
-    messages.append(str(caught.value))
-    return sorted(path.name for path in list_checkpoints(parent)), trainer.policy_version, messages
+    assert len(list_checkpoints(parent)) == 2
 
 
 def test_the_newest_are_kept_and_strangers_refused(model: Path, tmp_path: Path) -> None:
     other = write_tiny_model(tmp_path / "other", num_experts=4)
-    parent = tmp_path / "checkpoints"
-    ((kept, version, messages),) = run_ranks(1, _keep_and_refuse, model, other, parent)
-    assert kept == ["step-00000003", "step-00000004"] and version == 3
-    of_other_model, of_other_adapters, unwritten = messages
-    assert "has shape (8, 64" in of_other_model and "(4, 64" in of_other_model, of_other_model
-    assert str(parent) in of_other_model
-    assert "no such tensor" in of_other_adapters
-    assert "Not a directory" in unwritten
+    run_ranks(1, _keep_and_refuse, model, other, tmp_path / "checkpoints")
 
 
 def test_room_for_a_checkpoint_is_computed_and_asked_for(model: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from forgeasync.models import read_model_facts
 from forgeasync.rollouts import NO_ID, TeacherRecord, no_teacher_record
 from forgeasync.trainer import TrainingSequence, pack_row, pack_rows
 from tests.support.processes import run_ranks
+from tests.support.references import reference_logits
 from tests.support.tokens import section
 from tests.support.trainers import make_sequences, named_tensors
 from tests.trainer.test_loss_in_trainer import Step, assert_alike, step_gradients, unclipped_trainer
@@ -28,9 +29,7 @@ def full_logprobs(folder: Path, sequence: TrainingSequence, *, noise: float = 0.
         for parameter in model.parameters():
             generator = torch.Generator().manual_seed(parameter.numel())
             parameter += noise * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        ids = np.concatenate([sequence.prompt_ids_P, sequence.response_ids_T]).astype(np.int64)
-        logits_SV = model(torch.from_numpy(ids)[None]).logits[0]
-    return logits_SV[len(sequence.prompt_ids_P) - 1 : -1].log_softmax(-1)
+        return reference_logits(model, sequence).log_softmax(-1)
 
 
 def seen_by_teacher(folder: Path, *, noise: float) -> list[TrainingSequence]:

@@ -23,6 +23,7 @@ from forgeasync.rollouts import (
 from forgeasync.trainer import StepResult, TrainingSequence, pack_row
 from tests.support.layouts import own_choices
 from tests.support.processes import run_ranks
+from tests.support.references import reference, reference_entropies
 from tests.support.trainers import make_sequences, make_trainer, named_tensors
 
 TEMPERATURE = 0.7
@@ -92,17 +93,13 @@ def _expected(folder: Path, sequence: TrainingSequence) -> Expected:
     with torch.no_grad():
         out = model(ids[None], output_router_logits=True)
     assert sequence.kept_tokens is not None
-    logprobs, entropies = [], []
-    for index, token in enumerate(sequence.response_ids_T.tolist()):
-        row = out.logits[0][len(sequence.prompt_ids_P) - 1 + index] / TEMPERATURE
-        kept = sequence.kept_tokens.row(index).tolist() or list(range(len(row)))
-        logs = torch.log_softmax(row[kept], 0)
-        logprobs.append(float(logs[kept.index(token)]))
-        entropies.append(float(-(logs.exp() * logs).sum()))
+    logits_TV = out.logits[0][len(sequence.prompt_ids_P) - 1 : -1]
+    kept = (torch.from_numpy(sequence.kept_tokens.offsets), torch.from_numpy(sequence.kept_tokens.ids_N))
+    response_ids_T = torch.from_numpy(sequence.response_ids_T)
     top = out.router_logits[0].topk(3, dim=-1).indices
     return Expected(
-        logprobs_T=np.array(logprobs),
-        entropies_T=np.array(entropies),
+        logprobs_T=reference(logits_TV, response_ids_T, *kept, TEMPERATURE).numpy(),
+        entropies_T=reference_entropies(logits_TV, *kept, TEMPERATURE).numpy(),
         own_experts=[set(one.tolist()) for one in top],
     )
 
