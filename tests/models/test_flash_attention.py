@@ -54,9 +54,7 @@ def test_where_all_kernels_are_installed_the_trainers_section_decides(
     activated: list[str] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(
-        "torchtitan.models.common.attention.activate_flash_attention_impl", activated.append
-    )
+    monkeypatch.setattr("torchtitan.models.common.attention.activate_flash_attention_impl", activated.append)
     monkeypatch.setattr(titan_utils, "_choice", FlashAttention.AUTO)
 
     class Built(Exception):
