@@ -23,7 +23,7 @@ from tests.support.families import write_family
 from tests.support.layouts import LEARNING_RATE, Case, Inputs, Outcome, take_steps
 from tests.support.lora import LORA
 from tests.support.processes import ProcessFailed, run_ranks
-from tests.support.trainers import make_sequences
+from tests.support.trainers import TOKENS_PER_ROW, make_sequences
 
 # The first test of a launch waits for all of its cases.
 pytestmark = pytest.mark.timeout(900)
@@ -44,6 +44,7 @@ def layout(case: Case = MOE, **degrees: int | bool) -> Case:
     return replace(case, parallel=ParallelSection(**degrees))
 
 
+FAMILIES = ("llama3_rope", "deepseek_v3", "deepseek_v3_one_group")
 DEEPSEEK = Case(model="deepseek_v3", sequences="deepseek_v3", router_bias=RouterBias.UPDATED)
 ONE_GROUP = replace(DEEPSEEK, model="deepseek_v3_one_group")
 LLAMA = Case(model="llama3_rope", sequences="llama3_rope")
@@ -69,7 +70,7 @@ ALONE = {
 }
 """Without a mesh."""
 
-MOE_LAYOUTS = {
+LAYOUTS = {
     "fsdp2": layout(num_procs=2),
     "fsdp2-ep2": layout(num_procs=2, expert=2),
     "fsdp2-ep2-full-ac": layout(replace(MOE, checkpointing=FULL), num_procs=2, expert=2),
@@ -104,9 +105,6 @@ MOE_LAYOUTS = {
     "cp2-tp2-sp-ep4-varlen": layout(GPU_MOE, num_procs=4, context=2, tensor=2, expert=4),
     "cp4-ep4-varlen": layout(GPU_MOE, num_procs=4, context=4, expert=4),
     "cp4-ep4": layout(num_procs=4, context=4, expert=4),
-}
-
-DENSE_LAYOUTS = {
     "dense-fsdp2": layout(DENSE, num_procs=2),
     "dense-tp2-sp": layout(DENSE, num_procs=2, tensor=2),
     "dense-tp2": layout(DENSE, num_procs=2, tensor=2, sequence=False),
@@ -117,62 +115,34 @@ DENSE_LAYOUTS = {
     "dense-fsdp2-cp2-full-ac": layout(replace(DENSE, checkpointing=FULL), num_procs=4, context=2),
     "dense-replicate2-tp2-sp": layout(DENSE, num_procs=4, data_replicate=2, tensor=2),
     "dense-cp2-tp2-sp": layout(DENSE, num_procs=4, context=2, tensor=2),
-}
-
-LLAMA_LAYOUTS = {
     "llama-fsdp2": layout(LLAMA, num_procs=2),
     "llama-tp2-sp": layout(LLAMA, num_procs=2, tensor=2),
     "llama-cp2": layout(LLAMA, num_procs=2, context=2),
-}
-
-DEEPSEEK_LAYOUTS = {
     "deepseek-fsdp2": layout(DEEPSEEK, num_procs=2),
     "deepseek-tp2": layout(DEEPSEEK, num_procs=2, tensor=2, sequence=False),
     "deepseek-tp2-sp-ep2": layout(DEEPSEEK, num_procs=2, tensor=2, expert=2),
     "deepseek-cp2": layout(DEEPSEEK, num_procs=2, context=2),
-}
-
-ONE_GROUP_LAYOUTS = {"deepseek-one-group-tp2-sp-ep2": layout(ONE_GROUP, num_procs=2, tensor=2, expert=2)}
-
-ADAPTER_LAYOUTS = {
+    "deepseek-one-group-tp2-sp-ep2": layout(ONE_GROUP, num_procs=2, tensor=2, expert=2),
     "adapters-fsdp2": layout(ADAPTERS, num_procs=2),
     "adapters-fsdp2-ep2": layout(ADAPTERS, num_procs=2, expert=2),
     "adapters-fsdp2-ep2-full-ac": layout(replace(ADAPTERS, checkpointing=FULL), num_procs=2, expert=2),
     "adapters-replicate2": layout(ADAPTERS, num_procs=2, data_replicate=2),
     "adapters-tp2-sp-ep2": layout(ADAPTERS, num_procs=2, tensor=2, expert=2),
     "adapters-tp2": layout(ADAPTERS, num_procs=2, tensor=2, sequence=False),
-}
-
-CHUNKED = {
     "chunked-fsdp2-ep2": layout(replace(MANY, tokens_per_row=LONG_ROW), num_procs=2, expert=2),
     "chunked-tp2-sp-ep2": layout(replace(MANY, tokens_per_row=LONG_ROW), num_procs=2, tensor=2, expert=2),
 }
+"""Those in float32."""
 
 BFLOAT16_LAYOUTS = {
     "bfloat16-fsdp2-ep2": layout(ALONE["moe, bfloat16"], num_procs=2, expert=2),
     "bfloat16-tp2-sp-ep2": layout(ALONE["moe, bfloat16"], num_procs=2, tensor=2, expert=2),
 }
 
-FAMILY_LAYOUTS = LLAMA_LAYOUTS | DEEPSEEK_LAYOUTS | ONE_GROUP_LAYOUTS
-
-LAYOUTS = MOE_LAYOUTS | DENSE_LAYOUTS | FAMILY_LAYOUTS | ADAPTER_LAYOUTS | CHUNKED
-"""Those in float32."""
-
 NEAR = dict.fromkeys(("moe, bfloat16", *BFLOAT16_LAYOUTS), "moe, small step") | {
     "moe, bfloat16, varlen": "moe, bfloat16"
 }
 """Which case of ``ALONE`` a case in bfloat16 is close to."""
-
-REFERENCES = (
-    dict.fromkeys(MOE_LAYOUTS, "moe")
-    | dict.fromkeys(DENSE_LAYOUTS, "dense")
-    | dict.fromkeys(LLAMA_LAYOUTS, "llama")
-    | dict.fromkeys(DEEPSEEK_LAYOUTS, "deepseek")
-    | dict.fromkeys(ONE_GROUP_LAYOUTS, "deepseek, one group")
-    | dict.fromkeys(ADAPTER_LAYOUTS, "adapters")
-    | dict.fromkeys(CHUNKED, "moe, many sequences")
-)
-"""Which case of ``ALONE`` a layout has to agree with."""
 
 REPRESENTATIVE = {
     *(name for name, case in ALONE.items() if not case.compile),
@@ -185,7 +155,7 @@ REPRESENTATIVE = {
     "hsdp2x2",
     "fsdp2-tp2-sp-ep2",
     "dense-tp2-sp",
-    *FAMILY_LAYOUTS,
+    *(name for name, case in LAYOUTS.items() if case.model in FAMILIES),
     "adapters-fsdp2-ep2",
     "adapters-replicate2",
     "adapters-tp2-sp-ep2",
@@ -195,9 +165,6 @@ REPRESENTATIVE = {
 """Every parallelism once, and two of them together: the others are for ``make test-all``."""
 
 Launch = Callable[[str], list[Outcome]]
-
-
-FAMILIES = ("llama3_rope", "deepseek_v3", "deepseek_v3_one_group")
 
 
 def unrecorded(sequences: list[TrainingSequence]) -> list[TrainingSequence]:
@@ -268,6 +235,20 @@ def launch(inputs: Inputs, exported: Path) -> Launch:
     return outcomes
 
 
+def reference_of(case: Case) -> str:
+    """Which case of ``ALONE`` is the same step without anything that must not show."""
+    plain = replace(
+        case,
+        parallel=ParallelSection(),
+        checkpointing=ActivationCheckpointing.NONE,
+        compile=False,
+        cpu_offload=False,
+        gpu_attention=False,
+        tokens_per_row=TOKENS_PER_ROW,
+    )
+    return next(name for name, alone in ALONE.items() if alone == plain)
+
+
 def relative_errors(
     found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> dict[str, float]:
@@ -310,10 +291,10 @@ def assert_same_reports(found: Iterable[Outcome], expected: Outcome) -> None:
 @pytest.mark.parametrize("name", marked(LAYOUTS))
 def test_a_step_is_the_same_under_every_layout(launch: Launch, name: str) -> None:
     """Tokens are reported once: the worst of all ranks, and every token of what was asked for."""
-    (expected,) = launch(REFERENCES[name])
-    parallel = LAYOUTS[name].parallel
+    case = LAYOUTS[name]
+    (expected,) = launch(reference_of(case))
     outcomes = launch(name)
-    if name not in CHUNKED:
+    if case.sequences != "many":
         assert_same_reports(outcomes, expected)
     for found in outcomes:
         assert found.keeps_base
@@ -329,11 +310,13 @@ def test_a_step_is_the_same_under_every_layout(launch: Launch, name: str) -> Non
         if "routing/disagreement_share" in expected.metrics:
             for metric in ("routing/disagreement_share", "routing/recorded_share"):
                 assert found.metrics[metric] == pytest.approx(expected.metrics[metric], rel=TOLERANCE)
-    if parallel.data_replicate * parallel.data_shard > 1:
+    if case.parallel.data_replicate * case.parallel.data_shard > 1:
         assert len({outcome.num_rows for outcome in outcomes}) > 1, "a data rank has fewer rows"
 
 
-@pytest.mark.parametrize("name", marked([*(name for name in ALONE if name.startswith("moe")), *MOE_LAYOUTS]))
+@pytest.mark.parametrize(
+    "name", marked(name for name, case in (ALONE | LAYOUTS).items() if case.model == "moe" and not case.lora)
+)
 def test_replaying_own_choices_changes_no_bit(launch: Launch, name: str) -> None:
     assert all(outcome.replays_exactly for outcome in launch(name))
 
