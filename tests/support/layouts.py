@@ -130,6 +130,8 @@ def attention_of(device_type: str) -> Iterator[None]:
 
 
 def _take_step(inputs: Inputs, case: Case) -> Outcome:
+    # Each case compiles anew: graphs of the cases before count towards the limit of recompilations.
+    torch._dynamo.reset()
     folder = inputs.folders[case.model]
     trainer = case.trainer(folder)
     rows = uneven_rows(inputs.sequences[case.sequences], trainer, case.tokens_per_row)
