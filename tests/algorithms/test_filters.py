@@ -87,16 +87,13 @@ def test_what_is_left_adds_up(facts: GroupFacts, several: list[Filter], seed: in
     left = list(zip(range(facts.size), facts.rewards, strict=True))
     for one in several:
         indices, rewards = [index for index, _ in left], [reward for _, reward in left]
-        penalties = None if facts.penalties is None else [facts.penalties[index] for index in indices]
-        step = one(
-            GroupFacts(
-                rewards=tuple(rewards),
-                lengths=tuple(facts.lengths[index] for index in indices),
-                is_truncated=tuple(facts.is_truncated[index] for index in indices),
-                penalties=None if penalties is None else tuple(penalties),
-            ),
-            rng,
+        renewed = group(
+            rewards,
+            lengths=[facts.lengths[index] for index in indices],
+            truncated=tuple(place for place, index in enumerate(indices) if facts.is_truncated[index]),
+            penalties=None if facts.penalties is None else [facts.penalties[index] for index in indices],
         )
+        step = one(renewed, rng)
         left = [(indices[i], reward) for i, reward in zip(step.kept, step.rewards, strict=True)]
         if step.reason is not None:
             assert found.reason is step.reason and found.kept == () and found.num_dropped == facts.size
@@ -181,12 +178,6 @@ def test_resampling_draws_from_the_stated_distribution() -> None:
     error = np.sqrt(np.multiply(expected, np.subtract(1.0, expected)) / num_draws)
     assert np.all(np.abs(counts / num_draws - expected) < 4.5 * error), counts / num_draws
     assert counts[2] < counts[1] < counts[3] < counts[0], "faults make a positive rarer"
-
-
-def test_little_smoothing_takes_positives_without_penalty_first() -> None:
-    facts = group([1.0] * 6 + [0.0] * 6, penalties=[0.5, 0.0, 0.5, 0.0, 0.5, 0.0] + [0.0] * 6)
-    resample = ResampleOnCorrect(num_kept=6, smoothing=1e-9)
-    assert all(run(resample, facts, seed).kept[:3] == (1, 3, 5) for seed in range(50))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Advantages of pass@k and of step rewards against enumerations and hand calculation in float64."""
+"""Advantages against the papers' formulas, enumerations and hand calculation in float64."""
 
 import itertools
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from forgeasync.algorithms import (
     Advantage,
+    DrGrpo,
     GroupPassAtK,
     Grpo,
     ReinforcePlusPlus,
@@ -20,6 +22,32 @@ from forgeasync.algorithms import (
 )
 
 groups = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0, 3.0]), min_size=2, max_size=8)
+
+
+@given(groups)
+def test_group_advantages_match_their_formulas(rewards: list[float]) -> None:
+    rewards_G = torch.tensor(rewards, dtype=torch.float32)
+    mean, std = statistics.fmean(rewards), statistics.stdev(rewards)
+    others = [(sum(rewards) - r) / (len(rewards) - 1) for r in rewards]
+    equal = len(set(rewards)) == 1
+    expected = {
+        Grpo(): [(r - mean) / (std + 1e-6) for r in rewards],
+        DrGrpo(): [r - mean for r in rewards],
+        Rloo(): [r - o for r, o in zip(rewards, others, strict=True)],
+        ReinforcePlusPlus(): [(r - mean) / (std + 1e-6) for r in rewards],
+    }
+    for function, values in expected.items():
+        result = function(rewards_G)
+        if equal:
+            assert torch.equal(result, torch.zeros_like(result)), "nothing to learn from equal rewards"
+        else:
+            torch.testing.assert_close(
+                result.double(), torch.tensor(values, dtype=torch.float64), atol=1e-5, rtol=1e-5
+            )
+
+
+def test_a_single_reward_has_no_batch_advantage() -> None:
+    assert ReinforcePlusPlus()(torch.tensor([1.0])).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("advantage", [Grpo(), ReinforcePlusPlus()])

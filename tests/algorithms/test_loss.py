@@ -1,7 +1,6 @@
 """The composed loss against float64 references. In the trainer: test_loss_in_trainer.py."""
 
 import dataclasses
-import math
 import pickle
 from collections.abc import Callable
 
@@ -10,13 +9,9 @@ import torch
 from pydantic import Field
 
 from forgeasync.algorithms import (
-    Aggregation,
-    ConstantLength,
     Loss,
     Objective,
     RowTokens,
-    SequenceMeanOfTokenMean,
-    SequenceMeanOfTokenSum,
     Supervised,
     TeacherTokens,
     TokenMean,
@@ -156,30 +151,6 @@ def test_decoupled_ppo_around_the_current_policy() -> None:
     weights_T = torch.where(row.mask_T & (ratio_T <= 1.2), ratio_T, 0.0)
     assert row.logprobs_T.grad is not None
     torch.testing.assert_close(row.logprobs_T.grad, -row.advantages_T * weights_T)
-
-
-@pytest.mark.parametrize(
-    ("aggregate", "expected"),
-    [
-        (TokenMean(), (1.0 + 2.0 + 3 * 5.0) / (1 + 1 + 3)),
-        (SequenceMeanOfTokenMean(), (1.5 + 3 * 5.0) / (1 + 3)),
-        (SequenceMeanOfTokenSum(), (3.0 + 3 * 5.0) / (1 + 3)),
-        (ConstantLength(length=4), (3.0 + 3 * 5.0) / 4 / (1 + 3)),
-        (ConstantLength(length=1), (3.0 + 3 * 5.0) / (1 + 3)),
-    ],
-)
-def test_a_weighted_mean_by_hand(aggregate: Aggregation, expected: float) -> None:
-    """Two tokens of a sequence that counts once, one of a sequence that counts three times."""
-    values_T = torch.tensor([1.0, 2.0, 5.0, math.nan], requires_grad=True)
-    loss = aggregate(
-        values_T=values_T,
-        mask_T=torch.tensor([True, True, True, False]),
-        sequence_ids_T=torch.tensor([0, 0, 1, 1]),
-        weights_T=torch.tensor([1.0, 1.0, 3.0, 3.0]),
-    )
-    loss.backward()
-    assert float(loss) == pytest.approx(expected), "what is masked out may be nan"
-    assert values_T.grad is not None and values_T.grad.isfinite().all() and values_T.grad[3] == 0
 
 
 def test_corrections_see_the_advantage_of_the_sequence_itself() -> None:

@@ -1,4 +1,7 @@
-"""Objectives, corrections, KL estimates and aggregations against float64 references over trained tokens."""
+"""Objectives, corrections, KL estimates and aggregations against float64 references over trained tokens.
+
+At ratios far beyond what float32 holds nothing overflows, and gradients are right.
+"""
 
 import dataclasses
 import math
@@ -13,6 +16,7 @@ from forgeasync.algorithms import (
     K1,
     K2,
     K3,
+    MAX_LOG_RATIO,
     AgeWeight,
     Cispo,
     ConstantLength,
@@ -116,36 +120,31 @@ SIX = [0.5, 1.0, 1.25, 0.75, 1.2, 2.0]
 
 
 @pytest.mark.parametrize(
-    ("objective", "ratios", "advantages", "name", "expected"),
+    ("part", "ratios", "advantages", "name", "expected"),
     [
-        (PpoClip(clip_low=0.2, clip_high=0.28), SIX, [1, 1, 1, -1, -1, 1], "clipped_share", 2),
-        (PpoClip(dual_clip=1.5), SIX, [0, 0, 0.5, -0.5, -2, -1], "dual_clipped_share", 1),
-        (Cispo(clip_low=0.2, clip_high=0.28), SIX, [1, -1, 1, 1, 1, 1], "clipped_share", 3),
-        (DecoupledPpo(behavior_cap=1.22), SIX, [1, 1, 1, -1, 1, -1], "behavior_capped_share", 2),
+        (PpoClip(clip_low=0.2, clip_high=0.28), SIX, [1, 1, 1, -1, -1, 1], "objective/clipped", 2),
+        (PpoClip(dual_clip=1.5), SIX, [0, 0, 0.5, -0.5, -2, -1], "objective/dual_clipped", 1),
+        (Cispo(clip_low=0.2, clip_high=0.28), SIX, [1, -1, 1, 1, 1, 1], "objective/clipped", 3),
+        (DecoupledPpo(behavior_cap=1.22), SIX, [1, 1, 1, -1, 1, -1], "objective/behavior_capped", 2),
         # Of whole sequences: the first became likelier.
-        (Topr(), SIX, [-1, -1, 0, 1, 1, -1], "tapered_share", 0),
-        (Topr(), [0.5, 0.5, 1.0], [-1, -1, -1], "tapered_share", 3),
+        (Topr(), SIX, [-1, -1, 0, 1, 1, -1], "objective/tapered", 0),
+        (Topr(), [0.5, 0.5, 1.0], [-1, -1, -1], "objective/tapered", 3),
+        # A ratio at the cap or at a bound stays as it is.
+        (TruncatedIs(cap=2.0), [0.5, 1.0, 2.0, 3.0], [1, -1, 1, -1], "correction/truncated", 1),
+        (MaskedIs(low=0.75, high=2.5), [0.5, 1.0, 2.0, 3.0], [1, -1, 1, -1], "correction/masked", 2),
+        (MaskedIs(low=1.0, high=2.5), [1.0], [1], "correction/masked", 0),
     ],
 )
 def test_shares_count_the_tokens_they_name(
-    objective: Objective, ratios: list[float], advantages: list[float], name: str, expected: int
+    part: Objective | TruncatedIs | MaskedIs,
+    ratios: list[float],
+    advantages: list[float],
+    name: str,
+    expected: int,
 ) -> None:
     """A masked token of ratio 100 beside them counts nowhere."""
-    _, sums = objective(one_sequence(ratios, advantages))
-    assert int(sums[f"objective/{name}"]) == expected
-
-
-def test_corrections_count_what_they_change() -> None:
-    tokens = one_sequence([0.5, 1.0, 2.0, 3.0], [1.0, -1.0, 1.0, -1.0])
-    weights_T, sums = TruncatedIs(cap=2.0)(tokens)
-    assert weights_T.tolist() == pytest.approx([0.5, 1.0, 2.0, 2.0, 0.0])
-    assert int(sums["correction/truncated_share"]) == 1
-    weights_T, sums = MaskedIs(low=0.75, high=2.5)(tokens)
-    assert weights_T.tolist() == pytest.approx([0.0, 1.0, 2.0, 0.0, 0.0])
-    assert int(sums["correction/masked_share"]) == 2
-    weights_T, _ = MaskedIs(low=1.0, high=2.5)(one_sequence([1.0], [1.0]))
-    assert weights_T.tolist() == [1.0, 0.0], "the bounds are inside"
-    assert TruncatedIs(cap=0.5)(one_sequence([1.0], [1.0]))[0].tolist() == [0.5, 0.0]
+    _, sums = part(one_sequence(ratios, advantages))
+    assert int(sums[f"{name}_share"]) == expected
 
 
 def test_a_sequence_at_the_threshold_stays() -> None:
@@ -219,30 +218,149 @@ def test_estimates_of_tokens_masked_out_are_0(estimator: KlEstimator) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_aggregations_of_a_batch_and_of_its_pieces(seed: int) -> None:
-    row = random_row(seed)
-    values_T = torch.from_numpy(np.random.default_rng(seed).normal(size=len(row.mask_T)).astype(np.float32))
-    ids_T = row.sequence_ids_T[row.mask_T]
-    of_sequences = [values_T[row.mask_T][ids_T == one].double() for one in ids_T.unique()]
-    total, num = sum(values.sum() for values in of_sequences), len(of_sequences)
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_aggregations_of_a_batch_and_of_its_pieces(is_weighted: bool, seed: int) -> None:
+    """Sequences count by their weights, and what is masked out may be nan."""
+    row = random_row(seed, is_weighted=is_weighted)
+    values_T = torch.from_numpy(np.random.default_rng(seed).normal(size=len(row.mask_T))).float()
+    values_T = values_T.where(row.mask_T, torch.nan).requires_grad_()
+    fields = {"mask_T": row.mask_T, "sequence_ids_T": row.sequence_ids_T}
+    fields |= {"weights_T": row.sample_weights_T} if is_weighted else {}
+    e, values = exact(row), values_T.detach()[row.mask_T].double()
+    total, num_sequences = (e.weights * values).sum(), (e.weights / e.own.sum(1)).sum()
     expected = {
-        TokenMean(): total / row.mask_T.sum(),
-        SequenceMeanOfTokenMean(): sum(values.mean() for values in of_sequences) / num,
-        SequenceMeanOfTokenSum(): total / num,
-        ConstantLength(length=50): total / 50 / num,
+        TokenMean(): total / e.weights.sum(),
+        SequenceMeanOfTokenMean(): (e.weights * values / e.own.sum(1)).sum() / num_sequences,
+        SequenceMeanOfTokenSum(): total / num_sequences,
+        ConstantLength(length=50): total / 50 / num_sequences,
     }
     # Pieces of whole sequences, uneven, one of them empty.
     parts = [torch.isin(row.sequence_ids_T, torch.tensor(ids)) for ids in ([0, 7], [14, 21, 28], [35], [99])]
-    pieces = [{"mask_T": row.mask_T[part], "sequence_ids_T": row.sequence_ids_T[part]} for part in parts]
+    pieces = [{name: field_T[part] for name, field_T in fields.items()} for part in parts]
     for aggregate, number in expected.items():
-        whole = aggregate(values_T=values_T, mask_T=row.mask_T, sequence_ids_T=row.sequence_ids_T)
+        whole = aggregate(values_T=values_T, **fields)
         assert float(whole) == pytest.approx(float(number), rel=1e-5, abs=1e-6)
+        (gradient_T,) = torch.autograd.grad(whole, values_T)
+        assert gradient_T[row.mask_T].all() and not gradient_T[~row.mask_T].any()
         count = sum(aggregate.count(*piece.values()) for piece in pieces)
         found = sum(
             float(aggregate(values_T=values_T[part], total=count, **piece))
             for part, piece in zip(parts, pieces, strict=True)
         )
-        assert found == pytest.approx(float(number), rel=1e-6, abs=1e-6)
+        assert found == pytest.approx(float(number), rel=1e-5, abs=1e-6)
+
+
+def test_importance_ratios_are_those_of_the_objective() -> None:
+    row = make_tokens(
+        torch.tensor([-1.0, -2.0, -0.5, -4.0]),
+        behavior_logprobs_T=torch.tensor([-1.5, -1.0, -0.5, -50.0]),
+        advantages_T=torch.tensor([1.0, 1.0, -1.0, -1.0]),
+        sequence_ids_T=torch.tensor([0, 0, 1, 1]),
+    )
+    for objective, logs in (
+        (PpoClip(), [0.5, -1.0, 0.0, MAX_LOG_RATIO]),
+        (Gspo(), [-0.25, -0.25, MAX_LOG_RATIO, MAX_LOG_RATIO]),
+        (Topr(), [-0.5, -0.5, 0.0, 0.0]),
+    ):
+        expected = [math.exp(one) for one in logs]
+        assert objective.importance_ratios(row).tolist() == pytest.approx(expected, rel=1e-5)
+    unmasked = dataclasses.replace(row, mask_T=torch.zeros(4, dtype=torch.bool))
+    assert PpoClip().importance_ratios(unmasked).tolist() == [1.0] * 4
+
+
+# Ratios that overflow
+
+
+LOG_RATIOS = (-300.0, -90.0, -19.0, -0.1, 0.0, 0.1, 19.0, 21.0, 90.0, 300.0)
+"""Beyond what exp() has in float32, on both sides."""
+
+
+def far_tokens(log_ratio: float, advantage: float, dtype: torch.dtype = torch.float32) -> RowTokens:
+    """One sequence of two tokens of this log ratio, and a third that is masked out."""
+    return make_tokens(
+        torch.full((3,), -301.0 + log_ratio, dtype=dtype).requires_grad_(),
+        behavior_logprobs_T=torch.tensor([-301.0, -301.0, torch.nan], dtype=dtype),
+        advantages_T=torch.full((3,), advantage, dtype=dtype),
+        mask_T=torch.tensor([True, True, False]),
+    )
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("advantage", [-30.0, 0.0, 6.0])
+def test_objectives_at_ratios_that_overflow(name: str, advantage: float) -> None:
+    for log_ratio in LOG_RATIOS:
+        results = []
+        # In float64 exp(300) is a number: it has no need of a bound.
+        for dtype in (torch.float32, torch.float64):
+            tokens = far_tokens(log_ratio, advantage, dtype)
+            losses_T, _ = OBJECTIVES[name][0](tokens)
+            loss = losses_T[tokens.mask_T].sum()
+            (gradient_T,) = torch.autograd.grad(loss, tokens.logprobs_T)
+            assert loss.isfinite() and gradient_T.isfinite().all(), log_ratio
+            results.append((loss.double(), gradient_T.double()))
+        torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
+        loss, gradient_T = results[0]
+        if name == "ppo_clip" and abs(log_ratio) > 1 and log_ratio * advantage > 0:
+            assert (gradient_T == 0).all(), "held back by the clip"
+        elif name == "ppo_clip" and advantage < 0 and log_ratio > 0:
+            # Away from the token, as strongly as the largest ratio allows.
+            strength = -advantage * math.exp(min(log_ratio, MAX_LOG_RATIO))
+            assert gradient_T[:2].tolist() == pytest.approx([strength] * 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("cap", [0.5, 5.0])
+def test_decoupled_ppo_at_ratios_that_overflow(cap: float) -> None:
+    for log_ratio in LOG_RATIOS:
+        for to_proximal in (0.0, 0.5, 1.0):
+            tokens = far_tokens(log_ratio, -30.0)
+            proximal_T = tokens.behavior_logprobs_T + to_proximal * log_ratio
+            tokens = dataclasses.replace(tokens, proximal_logprobs_T=proximal_T)
+            losses_T, _ = DecoupledPpo(clip=0.2, behavior_cap=cap)(tokens)
+            (gradient_T,) = torch.autograd.grad(losses_T[:2].sum(), tokens.logprobs_T)
+            assert losses_T[:2].isfinite().all() and gradient_T.isfinite().all()
+            if to_proximal * log_ratio > 2:
+                assert (losses_T[:2] == 0).all() and (gradient_T == 0).all(), "above the cap"
+
+
+@pytest.mark.parametrize("kind", [K1, K2, K3, UnbiasedK3])
+def test_kl_at_differences_that_overflow(kind: type[KlEstimator]) -> None:
+    """Values and gradients by hand; more than the bound counts as the bound."""
+    for log_ratio in LOG_RATIOS:
+        current_T = torch.zeros(1, requires_grad=True)
+        # Current over behavior has the same ratio as reference over current.
+        row = make_tokens(
+            current_T,
+            behavior_logprobs_T=torch.tensor([-log_ratio]),
+            ref_logprobs_T=torch.tensor([log_ratio]),
+        )
+        values_T = kind()(row)
+        (gradient_T,) = torch.autograd.grad(values_T.sum(), current_T)
+        x = min(log_ratio, MAX_LOG_RATIO)
+        r, k3 = math.exp(x), math.expm1(x) - x
+        expected = {
+            K1: (-log_ratio, 1.0),
+            K2: (log_ratio**2 / 2, -log_ratio),
+            K3: (k3, -math.expm1(x)),
+            UnbiasedK3: (r * k3, r * k3 - r * math.expm1(x)),
+        }[kind]
+        found = (values_T.item(), gradient_T.item())
+        # The gradient of the last is a small difference of large numbers: r * (k3 + 1 - r) = -r * log r.
+        atol = 1e-6 * max(1.0, r * r) if kind is UnbiasedK3 else 1e-6
+        assert found == pytest.approx(expected, rel=1e-5, abs=atol), log_ratio
+
+
+@pytest.mark.parametrize("level", get_args(RatioLevel))
+def test_corrections_at_ratios_that_overflow(level: RatioLevel) -> None:
+    for log_ratio in LOG_RATIOS:
+        tokens = far_tokens(log_ratio, -30.0)
+        both = [TruncatedIs(cap=5.0, level=level), OffPolicySequenceMask(threshold=1e3)]
+        weights_T, metrics = product(both, tokens)
+        total = log_ratio * (2 if level == "sequence" else 1)
+        expected = min(math.exp(total), 5.0)
+        assert weights_T.tolist() == pytest.approx([expected, expected, 0.0], rel=1e-4, abs=1e-8)
+        assert metrics["correction/truncated_share"] == (2 if expected == 5.0 else 0)
+        masked_T, _ = MaskedIs(low=0.5, high=5.0, level=level)(tokens)
+        assert masked_T.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -260,20 +378,3 @@ def test_aggregations_of_a_batch_and_of_its_pieces(seed: int) -> None:
 def test_bad_parameters_are_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
-
-
-def test_tokens_without_a_behavior_logprob_neither_overflow_nor_count() -> None:
-    logprobs_T = torch.tensor([-1.0, -200.0], requires_grad=True)
-    row = RowTokens(
-        logprobs_T=logprobs_T,
-        behavior_logprobs_T=torch.tensor([-1.0, -1e9]),
-        advantages_T=torch.ones(2),
-        ages_T=torch.zeros(2, dtype=torch.long),
-        mask_T=torch.tensor([True, False]),
-        sequence_ids_T=torch.zeros(2, dtype=torch.long),
-        sample_weights_T=torch.ones(2),
-    )
-    losses_T, sums = PpoClip()(row)
-    losses_T[0].backward()
-    assert torch.isfinite(losses_T).all() and logprobs_T.grad.tolist() == [-1.0, 0.0]
-    assert sums["objective/clipped_share"].item() == 0

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from forgeasync.algorithms import DrGrpo, Grpo
 from forgeasync.config import AlgorithmSection
@@ -29,16 +31,6 @@ TEXTS = [
 
 def step(end: int, value: float) -> Step:
     return Step(end=end, value=value)
-
-
-def test_steps_of_a_group_by_hand() -> None:
-    """Rewards 1, 0, 1, -2: mean 0, unbiased variance 6 / 3 = 2; a step has its own and all later ones."""
-    group = make_group((step(2, 1.0), step(5, 0.0)), (step(1, 1.0), step(4, -2.0)))
-    ((first, second),) = advantage_spans([group], GRPO)
-    unit = 1 / math.sqrt(2.0)
-    assert [span.end for span in first] == [2, 5, None] and [span.end for span in second] == [1, 4, None]
-    assert [span.value for span in first] == pytest.approx([unit, 0.0, 0.0], rel=1e-5)
-    assert [span.value for span in second] == pytest.approx([-unit, -2 * unit, 0.0], rel=1e-5)
 
 
 def test_groups_with_and_without_steps_go_together() -> None:
@@ -106,17 +98,17 @@ def test_a_token_has_the_sum_over_its_own_step_and_all_later_ones(seed: int) -> 
         assert spread_T.dtype == np.float32 and spread_T.tolist() == pytest.approx(expected, abs=1e-4)
 
 
+def spread_over(starts: Sequence[int] | np.ndarray, *, first_end: int, num_characters: int) -> list[float]:
+    """Of tokens: 1 in a first step, -1 in a second one that ends at character 5, 0 behind it."""
+    ends = {first_end: 1.0, 5: -1.0, None: 0.0}
+    spans = tuple(AdvantageSpan(end=end, value=value) for end, value in ends.items())
+    return spread(spans, np.asarray(starts), num_characters=num_characters).tolist()
+
+
 def test_tokens_across_the_end_of_a_step_and_behind_the_text() -> None:
-    spans = (
-        AdvantageSpan(end=3, value=1.0),
-        AdvantageSpan(end=5, value=-1.0),
-        AdvantageSpan(end=None, value=0.0),
-    )
     # The second token begins at character 2, in the first step; the last two add no text.
-    found = spread(spans, np.array([0, 2, 4, 5, 5]), num_characters=5)
-    assert found.tolist() == [1.0, 1.0, -1.0, -1.0, -1.0]
-    found = spread(spans, np.array([0, 3, 5, 6]), num_characters=6)
-    assert found.tolist() == [1.0, -1.0, 0.0, 0.0]
+    assert spread_over([0, 2, 4, 5, 5], first_end=3, num_characters=5) == [1.0, 1.0, -1.0, -1.0, -1.0]
+    assert spread_over([0, 3, 5, 6], first_end=3, num_characters=6) == [1.0, -1.0, 0.0, 0.0]
 
 
 @pytest.fixture(scope="module", params=["bytes", "merged"])
@@ -142,7 +134,7 @@ def byte_starts(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
     Counted is up to where the bytes before it are whole characters last.
     """
-    codes = {character: byte for byte, character in _bytes_to_characters().items()}
+    codes = {character: byte for byte, character in bytes_to_unicode().items()}
     starts, done, num_characters = [], b"", 0
     for token in ids:
         with suppress(UnicodeDecodeError):
@@ -151,13 +143,6 @@ def byte_starts(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
         text = tokenizer.id_to_token(token)
         done += b"" if text == END else bytes(codes[character] for character in text)
     return starts
-
-
-def _bytes_to_characters() -> dict[int, str]:
-    """GPT-2's: printable bytes are themselves, the others are moved behind 255."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 @settings(deadline=None, max_examples=40)
@@ -177,13 +162,7 @@ def test_a_step_that_ends_within_characters_of_many_bytes(tokenizer_folder: Path
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     ids = np.array([*tokenizer.encode(text).ids, tokenizer.token_to_id(END)], np.int32)
     starts_T = TokenPlaces(tokenizer_folder).starts(ids[:0], ids)
-    spans = (
-        AdvantageSpan(end=2, value=1.0),
-        AdvantageSpan(end=5, value=-1.0),
-        AdvantageSpan(end=None, value=0.0),
-    )
-    found_T = spread(spans, starts_T, num_characters=len(text))
-    offsets = byte_starts(tokenizer, ids.tolist())
-    assert found_T.tolist() == [1.0 if start < 2 else -1.0 for start in offsets]
+    found = spread_over(starts_T, first_end=2, num_characters=len(text))
+    assert found == [1.0 if start < 2 else -1.0 for start in byte_starts(tokenizer, ids.tolist())]
     if len(ids) == 11:
-        assert found_T.tolist() == [1.0] * 6 + [-1.0] * 5
+        assert found == [1.0] * 6 + [-1.0] * 5

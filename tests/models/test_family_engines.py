@@ -58,9 +58,8 @@ def _sample_all(
     return rollouts
 
 
-def _trained_logprobs(
-    folder: Path, rollouts: tuple[Rollout, ...], *, replay_routing: bool
-) -> tuple[torch.Tensor, float]:
+def _trained_logprobs(folder: Path, rollouts: tuple[Rollout, ...]) -> tuple[torch.Tensor, float]:
+    """Through recorded experts, and how many of those the trainer's routers would not have taken."""
     trainer = make_trainer(folder, temperature=SAMPLING.temperature, tokens_per_row=512)
     row = pack_row(
         [
@@ -76,7 +75,7 @@ def _trained_logprobs(
         ]
     )
     with torch.no_grad():
-        logprobs_T = trainer.logprobs(row, replay_routing=replay_routing)
+        logprobs_T = trainer.logprobs(row)
     routers = trainer._forward.routers
     return logprobs_T, float(sum(router.replay_counts[1] for router in routers))
 
@@ -85,7 +84,7 @@ def _train_all(
     folders: Mapping[str, tuple[Path, Path]], rollouts: Mapping[str, Mapping[int, tuple[Rollout, ...]]]
 ) -> dict[tuple[str, int], tuple[torch.Tensor, float]]:
     return {
-        (variant, version): _trained_logprobs(folders[variant][version], group, replay_routing=True)
+        (variant, version): _trained_logprobs(folders[variant][version], group)
         for variant, versions in rollouts.items()
         for version, group in versions.items()
     }
@@ -117,5 +116,4 @@ def test_samples_have_the_trainers_logprobs(folders: dict[str, tuple[Path, Path]
             np.testing.assert_allclose(
                 sampled_T, logprobs_T.numpy(), atol=1e-4, err_msg=f"{variant}, version {version}"
             )
-            # The trainer's own routers would have taken the recorded experts.
             assert num_other_choices == 0, variant

@@ -15,19 +15,37 @@ from forgeasync.config import ModelFacts, RoutingReplay, RunConfig, resolve
 from forgeasync.controller import prepare
 from forgeasync.models import check_config, parse_model_facts
 from forgeasync.schema import ConfigError
-from tests.support.config_samples import FACTS, MINIMAL, only
+from tests.support.config_samples import FACTS, HF_CONFIG, MINIMAL, only
 from tests.support.families import LLAMA3_SCALING, VARIANTS, YARN_SCALING, write_family
 
 
 def raw_config(variant: str, **changes: object) -> dict[str, object]:
     """The config.json of a variant, with changes; ``...`` takes a key out."""
-    raw = json.loads(VARIANTS[variant]().to_json_string()) | {"vocab_size": 100} | changes
+    own = HF_CONFIG if variant == "qwen3_moe" else json.loads(VARIANTS[variant]().to_json_string())
+    raw = own | {"vocab_size": 100} | changes
     return {name: value for name, value in raw.items() if value is not ...}
 
 
 @pytest.mark.parametrize(
     ("variant", "changes", "words"),
     [
+        ("qwen3_moe", {"hidden_size": ...}, r"lacks hidden_size.*positive whole number"),
+        ("qwen3_moe", {"num_experts": ...}, r"lacks num_experts or num_local_experts"),
+        ("qwen3_moe", {"head_dim": 32.5}, r"head_dim = 32.5.*expected a positive whole number"),
+        ("qwen3_moe", {"rope_theta": ...}, r"lacks rope_theta.*positive number"),
+        ("qwen3_moe", {"rms_norm_eps": 0}, r"rms_norm_eps = 0.*expected a positive number"),
+        ("qwen3_moe", {"tie_word_embeddings": 1}, r"tie_word_embeddings = 1.*expected true or false"),
+        ("qwen3_moe", {"model_type": "mistral"}, r"'mistral'.*only 'qwen3', 'qwen3_moe', 'll"),
+        ("qwen3_moe", {"architectures": ["Other"]}, r"\['Other'\].*only \['Qwen3MoeForCausalLM'\] is"),
+        ("qwen3_moe", {"norm_topk_prob": False}, r"norm_topk_prob = False.*only True is supported"),
+        ("qwen3_moe", {"norm_topk_prob": ...}, r"lacks norm_topk_prob.*must be true"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\].*only \[\] is supported"),
+        ("qwen3_moe", {"rope_scaling": {"type": "yarn"}}, r"rope_scaling.type = 'yarn'.*only 'default'"),
+        (
+            "qwen3_moe",
+            {"rope_parameters": {"rope_theta": 1.0, "rope_type": "yarn"}},
+            r"rope_type = 'yarn'.*'default'",
+        ),
         ("qwen3", {"use_sliding_window": True}, r"use_sliding_window = True.*only False"),
         (
             "qwen3",
@@ -80,6 +98,7 @@ def run_config(**changes: object) -> RunConfig:
 
 DENSE = parse_model_facts(raw_config("qwen3"), "dense")
 DEEPSEEK = parse_model_facts(raw_config("deepseek_v3"), "deepseek")
+UPDATED_BIAS = {"trainer": {"router_bias": "updated"}}
 
 
 def with_routing(**changes: int) -> ModelFacts:
@@ -88,20 +107,20 @@ def with_routing(**changes: int) -> ModelFacts:
 
 
 @pytest.mark.parametrize(
-    ("facts", "trainer", "words"),
+    ("facts", "changes", "words"),
     [
         (
             DENSE,
-            {"parallel": {"num_procs": 2, "expert": 2}},
+            {"trainer": {"parallel": {"num_procs": 2, "expert": 2}}},
             r"parallel.expert = 2: must be 1.*'qwen3' has no experts",
         ),
         (
             dataclasses.replace(DENSE, dense_hidden_size=95),
-            {"parallel": {"num_procs": 2, "tensor": 2}},
+            {"trainer": {"parallel": {"num_procs": 2, "tensor": 2}}},
             r"trainer.parallel.tensor = 2.*intermediate_size = 95",
         ),
-        (DENSE, {"router_bias": "updated"}, r"router_bias = 'updated': must be frozen.*'qwen3' have no bias"),
-        (FACTS, {"router_bias": "updated"}, r"trainer.router_bias = 'updated'.*'qwen3_moe' have no bias"),
+        (DENSE, UPDATED_BIAS, r"router_bias = 'updated': must be frozen.*'qwen3' have no bias"),
+        (FACTS, UPDATED_BIAS, r"trainer.router_bias = 'updated'.*'qwen3_moe' have no bias"),
         (with_routing(num_groups=3), {}, r"n_group = 3.*n_routed_experts = 8"),
         (with_routing(num_limited_groups=5), {}, r"topk_group = 5.*at most n_group = 4"),
         (
@@ -109,22 +128,23 @@ def with_routing(**changes: int) -> ModelFacts:
             {},
             r"topk_group = 1.*groups of 2 experts.*num_experts_per_tok = 3",
         ),
+        # Biases are not rounded.
+        (
+            DEEPSEEK,
+            {"generator": {"dtype": "bfloat16"}},
+            r"generator.dtype = 'bfloat16'.*must be float32",
+        ),
+        (
+            DEEPSEEK,
+            {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}},
+            r"'deepseek_v3' cannot have adapters",
+        ),
     ],
 )
 def test_settings_that_a_model_has_no_use_for(
-    facts: ModelFacts, trainer: dict[str, object], words: str
+    facts: ModelFacts, changes: dict[str, object], words: str
 ) -> None:
-    assert re.search(words, only(check_config(run_config(trainer=trainer), facts)))
-
-
-def test_biases_are_not_rounded() -> None:
-    message = only(check_config(run_config(generator={"dtype": "bfloat16"}), DEEPSEEK))
-    assert "generator.dtype = 'bfloat16'" in message and "must be float32" in message
-
-
-def test_latent_models_have_no_adapters() -> None:
-    config = run_config(lora={"rank": 4, "alpha": 8.0, "targets": ["q_proj"]})
-    assert "'deepseek_v3' cannot have adapters" in only(check_config(config, DEEPSEEK))
+    assert re.search(words, only(check_config(run_config(**changes), facts)))
 
 
 def test_dense_models_may_be_split_along_sequences() -> None:

@@ -34,30 +34,27 @@ def test_without_newer_kernels_attention_is_flash_attention_2(
     assert current_flash_attention_impl() is None
 
 
-@pytest.fixture
-def activated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which kernels are activated, where all are installed; by default on a Hopper."""
-    names: list[str] = []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr("torchtitan.models.common.attention.activate_flash_attention_impl", names.append)
-    return names
-
-
-@pytest.mark.parametrize(("capability", "wanted"), [((9, 0), "FA3"), ((10, 0), "FA4")])
-def test_an_installed_kernel_is_taken(
-    monkeypatch: pytest.MonkeyPatch, activated: list[str], capability: tuple[int, int], wanted: str
+@pytest.mark.parametrize(
+    ("capability", "choice", "wanted"),
+    [
+        ((9, 0), FlashAttention.AUTO, {"FA3"}),
+        ((10, 0), FlashAttention.AUTO, {"FA4"}),
+        ((9, 0), FlashAttention.FA2, set()),
+        ((9, 0), FlashAttention.FA3, {"FA3"}),
+        ((9, 0), FlashAttention.FA4, {"FA4"}),
+    ],
+)
+def test_where_all_kernels_are_installed_the_trainers_section_decides(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    choice: FlashAttention,
+    wanted: set[str],
 ) -> None:
+    """On Hoppers and a Blackwell; runtime/host_checks.py refuses what does not fit a GPU."""
+    activated: list[str] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    trainer_model.build_meta_model(FACTS)
-    assert set(activated) == {wanted}
-
-
-@pytest.mark.parametrize("choice", FlashAttention)
-def test_the_trainers_section_decides(
-    monkeypatch: pytest.MonkeyPatch, activated: list[str], choice: FlashAttention
-) -> None:
-    """On a Hopper with FA3 and FA4 installed; runtime/host_checks.py refuses what does not fit a GPU."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr("torchtitan.models.common.attention.activate_flash_attention_impl", activated.append)
     monkeypatch.setattr(titan_utils, "_choice", FlashAttention.AUTO)
 
     class Built(Exception):
@@ -75,5 +72,4 @@ def test_the_trainers_section_decides(
     )
     with pytest.raises(Built):
         trainer_model.build_parallel_model(FACTS, section, parallel_dims=Mock())
-    expected = {"auto": {"FA3"}, "FA2": set(), "FA3": {"FA3"}, "FA4": {"FA4"}}
-    assert set(activated) == expected[choice.value]
+    assert set(activated) == wanted

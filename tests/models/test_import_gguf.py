@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, dequantize, get_tensor_name_map, quantize
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -28,21 +28,6 @@ TEXTS = [
     "def add(first, second):\n    return first + second  # sums\n\n1\n",
     "What is 3 + 4? It's 7. The answer is what the question asks for.",
 ]
-
-_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "input_layernorm.weight": "attn_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-}
 
 
 def small_tokenizer() -> Tokenizer:
@@ -156,6 +141,7 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, splitting: str) -> 
 
 def _tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray]:
     """GGUF's names and weights; rows of queries and keys with the two of a rotary pair side by side."""
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
     tensors: dict[str, np.ndarray] = {}
     for name, parameter in model.named_parameters():
         weight = parameter.detach().numpy()
@@ -164,11 +150,7 @@ def _tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray]:
             num_heads = weight.shape[0] // model.config.head_dim
             halves = weight.reshape(num_heads, 2, model.config.head_dim // 2, weight.shape[1])
             weight = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
-        if name.startswith("model.layers."):
-            _, _, layer, part = name.split(".", maxsplit=3)
-            tensors[f"blk.{layer}.{_NAMES[part]}"] = weight
-        else:
-            tensors[_NAMES[name]] = weight
+        tensors[names.get_name(name, try_suffixes=(".weight",))] = weight
     return tensors
 
 

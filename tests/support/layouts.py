@@ -14,23 +14,30 @@ from torch.distributed.tensor import DTensor
 from forgeasync.config import (
     ActivationCheckpointing,
     Dtype,
+    LoraSection,
     ParallelSection,
-    TrainerSection,
+    RouterBias,
 )
 from forgeasync.rollouts import NO_RECORD, TokenReport
 from forgeasync.trainer import (
     PackedRow,
     PolicyTrainer,
     TrainingSequence,
-    full_tensors,
     inner_attention,
     pack_row,
     pack_rows,
     replay_routers,
-    unstack_experts,
 )
 from forgeasync.trainer import model as trainer_model
-from tests.support.trainers import LARGE_STEP, TOKENS_PER_ROW, local, make_setup, whole
+from tests.support import lora
+from tests.support.trainers import (
+    LARGE_STEP,
+    TOKENS_PER_ROW,
+    local,
+    make_trainer,
+    named_tensors,
+    step_with_gradients,
+)
 
 LEARNING_RATE = 1e-2
 
@@ -53,17 +60,24 @@ class Case:
     export: Path | None = None
     """Where the weights are saved after the step."""
 
-    def section(self) -> TrainerSection:
-        return TrainerSection(
-            parallel=self.parallel,
-            replay_probe_share=0.0,
-            tokens_per_row=self.tokens_per_row,
-            activation_checkpointing=self.checkpointing,
-            compile=self.compile,
-            cpu_offload=self.cpu_offload,
-            dtype=self.dtype,
-            optimizer=LARGE_STEP.model_copy(update={"learning_rate": self.learning_rate}),
-        )
+    lora: LoraSection | None = None
+    router_bias: RouterBias = RouterBias.FROZEN
+
+    def trainer(self, folder: Path) -> PolicyTrainer:
+        options = {
+            "temperature": 0.9,
+            "tokens_per_row": self.tokens_per_row,
+            "activation_checkpointing": self.checkpointing,
+            "compile": self.compile,
+            "cpu_offload": self.cpu_offload,
+            "dtype": self.dtype,
+            "router_bias": self.router_bias,
+            "router_bias_speed": 0.01,
+            "optimizer": LARGE_STEP.model_copy(update={"learning_rate": self.learning_rate}),
+        }
+        if self.lora is None:
+            return make_trainer(folder, self.parallel, **options)
+        return lora.make_trainer(folder, self.parallel, lora=self.lora, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,19 +90,22 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One rank's step: whole gradients (as the optimizer saw them) and weights under Hugging Face names."""
+    """One rank's step: whole gradients (as the optimizer saw them) and weights, or those of adapters."""
 
     metrics: dict[str, float]
     num_rows: int
     """With a target on this rank."""
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
-    published: list[tuple[int, ...]] = field(default_factory=list)
+    published: list[tuple[int, ...]]
     """Shapes of this rank's shards."""
-    replays_exactly: bool | None = None
-    """Whether replaying its own choices changed no bit of a gradient; None for a model without experts."""
-    tokens: TokenReport = field(default_factory=TokenReport)
+    replays_exactly: bool | None
+    """Whether replaying its own choices changed no bit of a gradient; None if it was not tried."""
+    tokens: TokenReport
     """What this rank reports of single tokens."""
+    frozen_dtypes: set[torch.dtype]
+    keeps_base: bool
+    """Whether no bit of what is frozen beneath adapters has changed."""
 
 
 def take_steps(inputs: Inputs, cases: Mapping[str, Case]) -> dict[str, Outcome]:
@@ -116,23 +133,24 @@ def _take_step(inputs: Inputs, case: Case) -> Outcome:
     # Graphs of another layout may be taken for this one's: a process of a run has only one layout.
     torch._dynamo.reset()
     folder = inputs.folders[case.model]
-    trainer = PolicyTrainer(make_setup(folder, case.section(), temperature=0.9))
+    trainer = case.trainer(folder)
     rows = uneven_rows(inputs.sequences[case.sequences], trainer, case.tokens_per_row)
-    replays_exactly = _replays_exactly(trainer, rows[0]) if trainer._facts.num_experts else None
-    gradients: dict[str, torch.Tensor] = {}
-    hook = trainer._optimizer.register_step_pre_hook(lambda *_: gradients.update(_gradients(trainer)))
-    result = trainer.train_step(rows)
-    hook.remove()
+    base = lora.base_weights(trainer)
+    can_replay = case.model == "moe" and case.lora is None
+    replays_exactly = _replays_exactly(trainer, rows[0]) if can_replay else None
+    result, gradients = step_with_gradients(trainer, rows)
     if case.export is not None:
         trainer.save_hf(case.export, source=folder)
     return Outcome(
         metrics=result.metrics,
         num_rows=sum(row.num_targets > 0 for row in rows),
         gradients=gradients,
-        weights={name: tensor.clone() for name, tensor in full_tensors(trainer.model, trainer._facts)},
+        weights=named_tensors(trainer),
         published=[tuple(local(weight.tensor).shape) for weight in trainer.named_weights()],
         replays_exactly=replays_exactly,
         tokens=result.tokens,
+        frozen_dtypes={tensor.dtype for tensor in base.values()},
+        keeps_base=all(torch.equal(base[name], one) for name, one in lora.base_weights(trainer).items()),
     )
 
 
@@ -143,17 +161,6 @@ def uneven_rows(
     *most, last = sequences
     rows = pack_rows(most, tokens_per_row=tokens_per_row, num_ranks=trainer.num_data_ranks)
     return [*rows[trainer.data_rank], pack_row([last] if trainer.data_rank == 0 else [])]
-
-
-def _gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
-    """Of every parameter, one tensor per expert."""
-    gradients = {}
-    for (name, parameter), weight in zip(
-        trainer.model.named_parameters(), trainer.named_weights(), strict=True
-    ):
-        assert parameter is weight.tensor and parameter.grad is not None, name
-        gradients |= dict(zip(weight.names, unstack_experts(whole(parameter.grad), name), strict=True))
-    return gradients
 
 
 def own_choices(trainer: PolicyTrainer, row: PackedRow) -> np.ndarray:

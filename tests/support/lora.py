@@ -4,11 +4,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from forgeasync.config import ADAPTABLE, LoraSection, ParallelSection
-from forgeasync.trainer import PolicyTrainer, TrainingSequence, adapter_parameters, copy_whole, is_adapter
+from forgeasync.trainer import PolicyTrainer, TrainingSequence, adapter_parameters, copy_whole
 from tests.support import trainers
 
 PREFIX = "base_model.model."
@@ -36,32 +35,15 @@ def make_trainer(
     return trainer
 
 
-def adapters(trainer: PolicyTrainer, *, gradients: bool = False) -> dict[str, torch.Tensor]:
-    """All adapters (or their gradients) whole, one tensor per expert."""
-    tensors = {}
-    for weight in trainer.named_weights():
-        tensor = weight.tensor.grad if gradients else weight.tensor.detach()
-        full = trainers.whole(tensor)
-        tensors |= dict(zip(weight.names, full if len(weight.names) > 1 else [full], strict=True))
-    return tensors
-
-
 def base_weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
-    """This rank's shards of everything that is no adapter."""
+    """This rank's shards of what is frozen beneath adapters."""
     return {
         name: trainers.local(p).detach().clone()
         for name, p in trainer.model.named_parameters()
-        if not is_adapter(name)
+        if not p.requires_grad
     }
 
 
 def free(sequences: list[TrainingSequence]) -> list[TrainingSequence]:
     """Three of the sequences, routed by the model itself, over the whole vocabulary."""
     return [dataclasses.replace(s, expert_ids_SMK=None, kept_tokens=None) for s in sequences[:3]]
-
-
-def reference_logprobs(model: torch.nn.Module, sequence: TrainingSequence) -> torch.Tensor:
-    """Of a sequence's response, by a transformers (or peft) model."""
-    ids = torch.from_numpy(np.concatenate([sequence.prompt_ids_P, sequence.response_ids_T])).long()
-    logits = model(ids[None]).logits[0, len(sequence.prompt_ids_P) - 1 : -1]
-    return torch.log_softmax(logits, -1).gather(-1, ids[len(sequence.prompt_ids_P) :, None])[:, 0]

@@ -59,6 +59,8 @@ class LazyStream:
             self._num_run += 1
             self.operations[self._num_run - 1]()
 
+    synchronize = run
+
 
 class LazyGpu:
     """Stands for ``torch.cuda``."""
@@ -70,7 +72,7 @@ class LazyGpu:
         self.sides: list[LazyStream] = []
         self.events: list[LazyEvent] = []
 
-    def Stream(self, device: torch.device) -> LazyStream:
+    def Stream(self, device: torch.device = DEVICE) -> LazyStream:
         self.sides.append(LazyStream())
         return self.sides[-1]
 
@@ -78,7 +80,7 @@ class LazyGpu:
         self.events.append(LazyEvent(blocking))
         return self.events[-1]
 
-    def current_stream(self, device: torch.device) -> LazyStream:
+    def current_stream(self, device: torch.device = DEVICE) -> LazyStream:
         return self._current
 
     @contextmanager

@@ -4,12 +4,14 @@ Shape suffixes: B rows, L row length, N heads, H head size.
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from forgeasync.trainer import titan_config
+from forgeasync.trainer import TrainingSequence, titan_config
 from tests.support import config_samples
 
 
@@ -46,6 +48,30 @@ def reference(
     return torch.stack(logprobs)
 
 
+def reference_entropies(
+    logits: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """One token at a time, in float64: -sum p log p over its kept ids."""
+    entropies = []
+    for index in range(len(logits)):
+        kept = ids[offsets[index] : offsets[index + 1]].tolist() or list(range(logits.shape[1]))
+        logs = torch.log_softmax(logits[index, kept].double() / temperature, 0)
+        entropies.append(-math.fsum((logs.exp() * logs).tolist()))
+    return torch.tensor(entropies, dtype=torch.float64)
+
+
+def reference_logits(model: torch.nn.Module, sequence: TrainingSequence) -> torch.Tensor:
+    """Of a transformers (or peft) model at every token of a sequence's response, float64 [T, V]."""
+    ids = torch.from_numpy(np.concatenate([sequence.prompt_ids_P, sequence.response_ids_T])).long()
+    return model(ids[None]).logits[0, len(sequence.prompt_ids_P) - 1 : -1].double()
+
+
+def reference_logprobs(model: torch.nn.Module, sequence: TrainingSequence) -> torch.Tensor:
+    """The same of the tokens themselves, over the whole vocabulary at temperature 1: [T]."""
+    ids_T = torch.from_numpy(sequence.response_ids_T).long()
+    return reference_logits(model, sequence).log_softmax(-1).gather(-1, ids_T[:, None])[:, 0]
+
+
 ALWAYS_GATHER, NEVER_GATHER = 0, 10**9
 """Costs of reading a logit that leave no choice."""
 
@@ -80,7 +106,7 @@ def random_inputs(
     return random(NUM_HEADS, head_size), random(num_kv_heads, head_size), random(num_kv_heads, value_size)
 
 
-def masked_attention(inputs: Tensors, positions_BL: torch.Tensor) -> torch.Tensor:
+def masked_attention(inputs: Sequence[torch.Tensor], positions_BL: torch.Tensor) -> torch.Tensor:
     """Float64 [B, L, N, H]: a row at a time, everything but a token's own past masked."""
     outs = []
     for row, positions_L in enumerate(positions_BL):
@@ -110,6 +136,29 @@ def make_moe() -> torch.nn.Module:
         for parameter in moe.parameters():
             parameter.normal_(std=0.3)
     return moe
+
+
+def moe_weights(moe: torch.nn.Module) -> list[torch.Tensor]:
+    """Of the gate and of the experts, as ``exact_moe`` takes them."""
+    experts = moe.routed_experts.inner_experts
+    return [moe.router.gate.weight, experts.w1_EFD, experts.w2_EDF, experts.w3_EFD]
+
+
+def exact_moe(
+    x_LD: torch.Tensor,
+    gate_ED: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    ids_LK: torch.Tensor,
+) -> torch.Tensor:
+    """What a layer computes with these experts for its tokens, by way of all experts."""
+    scores_LK = (x_LD @ gate_ED.T).softmax(-1).gather(-1, ids_LK)
+    scores_LK = scores_LK / (scores_LK.sum(-1, keepdim=True) + 1e-20)
+    inner_LEF = F.silu(torch.einsum("ld,efd->lef", x_LD, w1_EFD)) * torch.einsum("ld,efd->lef", x_LD, w3_EFD)
+    out_LED = torch.einsum("lef,edf->led", inner_LEF, w2_EDF)
+    chosen_LKD = out_LED.gather(1, ids_LK[..., None].expand(-1, -1, x_LD.shape[1]))
+    return (chosen_LKD * scores_LK[..., None]).sum(1)
 
 
 def random_ids(*shape: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from forgeasync.trainer import (
     PackedRow,
     PolicyTrainer,
     Source,
+    StepResult,
     TrainerSetup,
     TrainingSequence,
     pack_row,
@@ -126,3 +127,28 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def named_tensors(trainer: PolicyTrainer, *, gradients: bool = False) -> dict[str, torch.Tensor]:
+    """All that is published (or its gradients) whole, one tensor per expert, by Hugging Face's names."""
+    tensors = {}
+    for weight in trainer.published_weights():
+        tensor = weight.tensor.grad if gradients else weight.tensor
+        if tensor is None:
+            continue  # as those of buffers and averages
+        full = whole(tensor)
+        tensors |= dict(zip(weight.names, full if len(weight.names) > 1 else [full], strict=True))
+    return tensors
+
+
+def step_with_gradients(
+    trainer: PolicyTrainer, rows: list[PackedRow]
+) -> tuple[StepResult, dict[str, torch.Tensor]]:
+    """A step's result, and its whole gradients as the optimizer sees them."""
+    gradients: dict[str, torch.Tensor] = {}
+    hook = trainer._optimizer.register_step_pre_hook(
+        lambda *_: gradients.update(named_tensors(trainer, gradients=True))
+    )
+    result = trainer.train_step(rows)
+    hook.remove()
+    return result, gradients

@@ -5,6 +5,7 @@ import os
 import signal
 import textwrap
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,9 @@ from safetensors.torch import load_file
 
 from forgeasync.schema import PythonCode
 from forgeasync.weights import (
+    ALONE,
     Box,
+    HostShare,
     Manifest,
     NamedWeight,
     Piece,
@@ -66,9 +69,6 @@ class FolderPublisher:
     def source(self) -> StagingSource:
         return StagingSource(host_id="h", paths=self.buffers.paths)
 
-    def transports(self) -> dict[int, SharedMemoryTransport]:
-        return {0: connected(SharedMemoryTransport, self.layout.ranks[0], self.source)}
-
     async def connect(
         self, engine: "GeneratorEngine", receive_buffer: Path, **memory: Any
     ) -> "WeightReceiver":
@@ -78,7 +78,7 @@ class FolderPublisher:
         return await WeightReceiver.connect(
             engine,
             layout=self.layout,
-            transports=self.transports(),
+            transports={0: connected(SharedMemoryTransport, self.layout.ranks[0], self.source)},
             host_memory=HostMemory(receive_buffer=receive_buffer, **memory),
             delta=False,
         )
@@ -86,14 +86,19 @@ class FolderPublisher:
     def stage(self, slot: int, version: int, tensors: dict[str, torch.Tensor]) -> Manifest:
         """Stage tensors of the folder's names and shapes."""
         checksums = self.buffers.begin(slot, [tensors[name] for name in self.tensors]).finish()
-        return Manifest(
-            version=version,
-            slot=slot,
-            layout_digest=self.layout.digest,
-            checksums=(checksums,),
-            waited_s=0.0,
-            staging_s=0.0,
-        )
+        return make_manifest(self.layout, version, slot, checksums)
+
+
+def make_manifest(layout: WeightLayout, version: int, slot: int, *checksums: np.ndarray) -> Manifest:
+    """``checksums`` are those of every rank's blocks."""
+    return Manifest(
+        version=version,
+        slot=slot,
+        layout_digest=layout.digest,
+        checksums=checksums,
+        waited_s=0.0,
+        staging_s=0.0,
+    )
 
 
 def constant(version: int) -> float:
@@ -101,16 +106,26 @@ def constant(version: int) -> float:
     return (version % 251 + 1) / 1024
 
 
-def make_fetcher(layout: WeightLayout, source: StagingSource, receive_buffer: ReceiveBuffer) -> WeightFetcher:
-    """Reads all of a one-rank layout through shared memory."""
-    (rank,) = layout.ranks
+def make_fetcher(
+    layout: WeightLayout,
+    sources: Sequence[StagingSource],
+    receive_buffer: ReceiveBuffer,
+    *,
+    transport: type[SharedMemoryTransport] = SharedMemoryTransport,
+    unneeded: int | None = None,
+    delta: bool = False,
+    share: HostShare = ALONE,
+) -> WeightFetcher:
+    """Reads from all ranks, which have a source each; ``unneeded`` is a block that is taken of no rank."""
+    ranks = zip(layout.ranks, sources, strict=True)
     return WeightFetcher(
         layout=layout,
-        needed=[np.ones(rank.num_blocks, bool)],
+        needed=[np.arange(rank.num_blocks) != unneeded for rank in layout.ranks],
         num_bytes_needed=layout.num_bytes,
         receive_buffer=receive_buffer,
-        transports={0: connected(SharedMemoryTransport, rank, source)},
-        delta=False,
+        transports={rank.rank: connected(transport, rank, source) for rank, source in ranks},
+        delta=delta,
+        share=share,
     )
 
 
@@ -123,7 +138,7 @@ def read_versions(layout: WeightLayout, source: StagingSource, buffer_file: Path
 
     torch.set_num_threads(1)
     receive_buffer = ReceiveBuffer(buffer_file, layout)
-    fetcher = make_fetcher(layout, source, receive_buffer)
+    fetcher = make_fetcher(layout, [source], receive_buffer)
     values = receive_buffer.image(0).view(torch.float32)
     is_weight = np.zeros(len(values), bool)
     for piece in layout.ranks[0].pieces:
@@ -144,10 +159,8 @@ def publish_and_die(staging: Path, link: Connection) -> None:
     layout = WeightLayout(dtype=torch.float32, ranks=(rank,))
     buffers = StagingBuffers(staging, rank, torch.float32)
     checksums = buffers.begin(0, [torch.full(box.size, constant(1))]).finish()
-    manifest = Manifest(
-        version=1, slot=0, layout_digest=layout.digest, checksums=(checksums,), waited_s=0.0, staging_s=0.0
-    )
-    link.send((layout, StagingSource(host_id="h", paths=buffers.paths), manifest))
+    source = StagingSource(host_id="h", paths=buffers.paths)
+    link.send((layout, source, make_manifest(layout, 1, 0, checksums)))
     half_way = buffers.bytes(1).view(torch.float32)
     half_way[: num_elements // 2] = constant(2)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,17 +1,80 @@
-"""Attention over packed rows against masked attention in float64."""
+"""Attention over packed rows against masked attention in float64: that of CPUs, and that of GPUs.
+
+The GPU's kernel is a stand-in for FlashAttention's (tests/support/varlen_kernel.py). Gathering keys and
+values over ranks is part of tests/trainer/test_layouts.py.
+"""
+
+import importlib
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
-from forgeasync.trainer import PackedAttention, attend, packed_sequences
-from tests.support.references import NUM_HEADS, masked_attention, packed_positions, random_inputs
+from forgeasync.trainer import (
+    ContextAttention,
+    PackedAttention,
+    WholeRowAttention,
+    attend,
+    packed_sequences,
+    part_metadata,
+)
+from tests.support.references import (
+    NUM_HEADS,
+    Tensors,
+    masked_attention,
+    packed_positions,
+    random_inputs,
+)
+
+importlib.import_module("tests.support.varlen_kernel")
+
+SEVERAL_ROWS = [[20, 3, 41], [64], [1, 31, 16, 16]]
+
+TOLERANCES = {
+    torch.float64: ((1e-9, 0.0), (1e-9, 0.0)),
+    torch.float32: ((2e-5, 0.0), (3e-5, 0.0)),
+    torch.bfloat16: ((2e-2, 1e-2), (5e-2, 2e-2)),
+}
+"""Of outputs and of gradients, absolute and relative, by the dtype of the inputs."""
 
 
-def _check(
+def on_cpu(inputs: Tensors, positions_BL: torch.Tensor, num_parts: int = 1) -> torch.Tensor:
+    """What all context-parallel ranks compute, each from its queries and all keys and values."""
+    attention = PackedAttention(PackedAttention.Config())
+    q_BLNH, k_BLNH, v_BLNH = inputs
+    width, outs = positions_BL.shape[1] // num_parts, []
+    for start, q_part in zip(range(0, positions_BL.shape[1], width), q_BLNH.split(width, 1), strict=True):
+        masks = packed_sequences(positions_BL, query_start=start)
+        outs.append(attention(q_part, k_BLNH, v_BLNH, attention_masks=masks))
+    return torch.cat(outs, dim=1)
+
+
+def in_parts(inputs: Tensors, positions_BL: torch.Tensor, num_parts: int = 4) -> torch.Tensor:
+    """The same on GPUs."""
+    attention = ContextAttention(ContextAttention.Config())
+    q_BLNH, k_BLNH, v_BLNH = inputs
+    width = positions_BL.shape[1] // num_parts
+    is_gqa, outs = k_BLNH.shape[2] != NUM_HEADS, []
+    for start, q_part in zip(range(0, positions_BL.shape[1], width), q_BLNH.split(width, 1), strict=True):
+        masks = part_metadata(positions_BL.numpy(), start=start, stop=start + width, device="cpu")
+        outs.append(attention(q_part, k_BLNH, v_BLNH, attention_masks=masks, enable_gqa=is_gqa))
+    return torch.cat(outs, dim=1)
+
+
+def whole_rows(inputs: Tensors, positions_BL: torch.Tensor) -> torch.Tensor:
+    """TorchTitan's own attention on GPUs: it computes in bfloat16."""
+    masks = create_varlen_metadata_for_document(positions_BL)
+    return WholeRowAttention(WholeRowAttention.Config())(*inputs, attention_masks=masks, enable_gqa=True)
+
+
+def check(
+    attention: Callable[[Tensors, torch.Tensor], torch.Tensor],
     rows: list[list[int]],
     *,
+    dtype: torch.dtype,
     num_kv_heads: int = 2,
     sizes: tuple[int, int] = (16, 16),
     scale: float = 1.0,
@@ -26,54 +89,89 @@ def _check(
         value_size=value_size,
         scale=scale,
         seed=seed,
+        dtype=dtype,
     )
-    attention = PackedAttention(PackedAttention.Config())
-    out = attention(*inputs, attention_masks=packed_sequences(positions_BL))
-    reference = masked_attention(inputs, positions_BL)
-    torch.testing.assert_close(out.double(), reference, atol=2e-5 * scale**2, rtol=0)
-    # Other gradients for every token: none may reach another sequence, or be counted for padding.
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    out, expected = attention(inputs, positions_BL), masked_attention(inputs, positions_BL)
+    assert out.dtype == dtype
+    of_outputs, of_gradients = TOLERANCES[dtype]
+    torch.testing.assert_close(out.double(), expected, atol=of_outputs[0] * scale**2, rtol=of_outputs[1])
+    # Other gradients for every token: none may reach another sequence or part, or be counted for padding.
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     ours = torch.autograd.grad(out, inputs, grad)
-    theirs = torch.autograd.grad(reference, inputs, grad.double())
+    theirs = torch.autograd.grad(expected, inputs, grad.double())
+    atol, rtol = of_gradients
     for our, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(our.double(), their.double(), atol=3e-5 * scale**3, rtol=0)
+        torch.testing.assert_close(our.double(), their.double(), atol=atol * scale**3, rtol=rtol)
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=12))
-def test_sequences_of_any_lengths(lengths: list[int]) -> None:
-    _check([lengths])
+def test_sequences_of_any_lengths_on_cpus(lengths: list[int]) -> None:
+    check(on_cpu, [lengths], dtype=torch.float32)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.sampled_from([1, 2, 4]))
+def test_sequences_of_any_lengths_in_parts(lengths: list[int], num_parts: int) -> None:
+    # The last sequence is padding up to a multiple of the parts.
+    rows = [[*lengths, num_parts - sum(lengths) % num_parts]]
+    check(lambda *inputs: in_parts(*inputs, num_parts), rows, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("scale", [1.0, 6.0, 30.0])
-def test_large_scores(scale: float) -> None:
+def test_large_scores_on_cpus(scale: float) -> None:
     """Scores up to several thousand: nothing of a sequence beside it may reach exp() through the padding.
 
     What float32 can give is judged by float32 attention without packing: the softmax is then close to a
     maximum, and where two scores nearly tie its gradients are differences of large numbers.
     """
     for seed in range(20):
-        _check([[30, 33, 31, 32, 1]], sizes=(64, 64), scale=scale, seed=seed)
+        check(on_cpu, [[30, 33, 31, 32, 1]], dtype=torch.float32, sizes=(64, 64), scale=scale, seed=seed)
 
 
-def test_sequences_of_several_rows_share_groups() -> None:
-    _check([[30, 2, 32], [64], [1, 31, 16, 16]])
+@pytest.mark.parametrize("scale", [6.0, 30.0])
+def test_large_scores_in_parts(scale: float) -> None:
+    check(in_parts, [[30, 33, 31, 33, 1]], dtype=torch.float64, scale=scale)
 
 
-@pytest.mark.parametrize("sizes", [(24, 16), (16, 24)], ids=["smaller", "larger"])
-def test_values_of_another_head_size(sizes: tuple[int, int]) -> None:
-    _check([[5, 40, 19]], num_kv_heads=NUM_HEADS, sizes=sizes)
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_sequences_of_several_rows_share_groups(num_parts: int) -> None:
+    check(lambda *inputs: on_cpu(*inputs, num_parts), SEVERAL_ROWS, dtype=torch.float32)
 
 
-def test_a_context_parallel_rank_has_part_of_the_queries() -> None:
-    positions_BL = packed_positions([[20, 3, 41], [64]])
-    inputs = random_inputs(positions_BL, num_kv_heads=2, head_size=16, value_size=16)
-    q_BLNH, k_BLNH, v_BLNH = inputs
-    attention = PackedAttention(PackedAttention.Config())
-    whole = masked_attention(inputs, positions_BL)
-    for part in (slice(0, 32), slice(32, 64)):
-        masks = packed_sequences(positions_BL, query_start=part.start)
-        out = attention(q_BLNH[:, part], k_BLNH, v_BLNH, attention_masks=masks)
-        torch.testing.assert_close(out.double(), whole[:, part], atol=1e-5, rtol=0)
+@pytest.mark.parametrize(
+    "rows",
+    [[[64]], [[16, 16, 16, 16]], SEVERAL_ROWS, [[10, 54]], [[1] * 64]],
+    ids=["one sequence", "borders of parts", "several rows", "mostly padding", "single tokens"],
+)
+@pytest.mark.parametrize("num_kv_heads", [1, 2, NUM_HEADS])
+def test_parts(rows: list[list[int]], num_kv_heads: int) -> None:
+    check(in_parts, rows, dtype=torch.float64, num_kv_heads=num_kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("attention", "dtype", "sizes"),
+    [
+        pytest.param(on_cpu, torch.float32, (24, 16), id="cpu-smaller"),
+        pytest.param(on_cpu, torch.float32, (16, 24), id="cpu-larger"),
+        # The GPU's kernel takes one head size.
+        pytest.param(in_parts, torch.float64, (16, 10), id="parts-smaller"),
+    ],
+)
+def test_values_of_another_head_size(
+    attention: Callable[..., torch.Tensor], dtype: torch.dtype, sizes: tuple[int, int]
+) -> None:
+    """Latent attention has them."""
+    check(attention, [[20, 3, 41], [64]], dtype=dtype, num_kv_heads=NUM_HEADS, sizes=sizes)
+
+
+@pytest.mark.parametrize("value_size", [16, 10])
+def test_whole_rows(value_size: int) -> None:
+    check(whole_rows, SEVERAL_ROWS, dtype=torch.bfloat16, sizes=(16, value_size))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_cast(dtype: torch.dtype) -> None:
+    """FlashAttention refuses float32; attention in another dtype than the model's would go unnoticed."""
+    check(in_parts, [[20, 44]], dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

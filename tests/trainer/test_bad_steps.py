@@ -124,14 +124,21 @@ def a_batch_that_is_rolled_back_leaves_no_trace(world: World) -> None:
 
 
 def a_step_that_is_skipped_or_ends_the_run_changes_neither_weights_nor_moments(world: World) -> None:
+    """Whether it is alone in its batch or between others."""
     first, second, third = world.rows
-    trainer = world.trainer()
+    trainer, alone = world.trainer(), world.trainer()
     trainer.train_batch([first])
     before = _state(trainer)
     result = trainer.train_batch([_spoiled(second)])
     assert _differ(before, _state(trainer)) == ROWS_WERE_SEEN
     assert result.skip_reason is not None and not result.is_rolled_back and not result.ends_run
     assert result.policy_version == 2
+    result = trainer.train_batch([third, _spoiled(second), first])
+    assert str(result.skip_reason).startswith("step 2 of 3: the loss of row ")
+    assert result.policy_version == 3 and result.metrics["trainer/num_optimizer_steps"] == 2
+    for batch in ([first], [third, first]):
+        alone.train_batch(batch)
+    assert _differ(_state(alone), _state(trainer)) == ROWS_WERE_SEEN
     stopping = world.trainer(snapshots=False, on_nan="stop")
     before = _state(stopping)
     result = stopping.train_batch([_spoiled(first), third])

@@ -9,19 +9,7 @@ from hypothesis import strategies as st
 
 from forgeasync.trainer import chunked_predictions
 from forgeasync.trainer import logprobs as logprobs_module
-from tests.support.references import ALWAYS_GATHER, NEVER_GATHER, make_case
-
-
-def reference(
-    logits: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor, temperature: float
-) -> torch.Tensor:
-    """One token at a time, in float64: -sum p log p over its kept ids."""
-    entropies = []
-    for index in range(len(logits)):
-        kept = ids[offsets[index] : offsets[index + 1]].tolist() or list(range(logits.shape[1]))
-        logs = torch.log_softmax(logits[index, kept].double() / temperature, 0)
-        entropies.append(-math.fsum((logs.exp() * logs).tolist()))
-    return torch.tensor(entropies, dtype=torch.float64)
+from tests.support.references import ALWAYS_GATHER, NEVER_GATHER, make_case, reference_entropies
 
 
 @settings(deadline=None, max_examples=80)
@@ -67,7 +55,8 @@ def test_entropies_are_the_definitions(
                 chunk_tokens=chunk_tokens,
             ).entropies_T
             assert found is not None and found.dtype is dtype and not found.requires_grad
-            expected = reference(logits_TV, offsets, ids, temperature)
+            expected = reference_entropies(logits_TV, offsets, ids, temperature)
+            assert (found[offsets.diff() == 1] == 0.0).all(), "one kept token leaves no choice"
             # A scaled logit is rounded by its size; no entropy moves by more than log(V) times that.
             largest = float(logits.abs().max()) / temperature if num_tokens else 0.0
             torch.testing.assert_close(
@@ -75,49 +64,9 @@ def test_entropies_are_the_definitions(
             )
 
 
-def predictions_of(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, kept: list[list[int]]) -> torch.Tensor:
-    """Entropies at temperature 0.7; an empty set is the whole vocabulary."""
-    offsets = torch.tensor([0, *map(len, kept)]).cumsum(0)
-    ids = torch.tensor([one for row in kept for one in row], dtype=torch.int32)
-    tokens = torch.tensor([row[0] if row else 0 for row in kept])
-    found = chunked_predictions(hidden_TD, weight_VD, tokens, offsets, ids, 0.7, with_entropies=True)
-    assert found.entropies_T is not None
-    return found.entropies_T
-
-
 @pytest.mark.parametrize("cost", [ALWAYS_GATHER, NEVER_GATHER], ids=["read-row-by-row", "dense"])
-def test_one_kept_token_has_entropy_zero_and_all_of_them_that_of_the_vocabulary(
-    cost: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entropies_change_no_bit_of_the_rest(cost: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs_module, "GATHER_COST", cost)
-    hidden_TD = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) * 20
-    weight_VD = torch.randn(33, 8, generator=torch.Generator().manual_seed(1)) * 20
-    alone = predictions_of(hidden_TD, weight_VD, [[7], [0], [32], [5]])
-    assert (alone == 0.0).all()
-    listed, whole = (
-        predictions_of(hidden_TD / 40, weight_VD / 40, kept) for kept in ([list(range(33))] * 4, [[]] * 4)
-    )
-    torch.testing.assert_close(listed, whole, atol=1e-6, rtol=0)
-    assert 0.5 < float(whole.min()) and float(whole.max()) < math.log(33)
-    uniform = predictions_of(torch.zeros(2, 8), weight_VD, [[], [3, 1, 4, 9]])
-    assert uniform.tolist() == pytest.approx([math.log(33), math.log(4)], rel=1e-6)
-
-
-@pytest.mark.parametrize("cost", [ALWAYS_GATHER, NEVER_GATHER], ids=["read-row-by-row", "dense"])
-def test_entropies_are_computed_once_and_change_no_bit_of_the_rest(
-    cost: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Log-probabilities are computed again for the backward pass, entropies are not."""
-    monkeypatch.setattr(logprobs_module, "GATHER_COST", cost)
-    num_calls = 0
-
-    def counted(scaled_Uv: torch.Tensor, log_sums_U: torch.Tensor) -> torch.Tensor:
-        nonlocal num_calls
-        num_calls += 1
-        return slice_entropies(scaled_Uv, log_sums_U)
-
-    slice_entropies = logprobs_module._slice_entropies
-    monkeypatch.setattr(logprobs_module, "_slice_entropies", counted)
     _, tokens, offsets, ids = make_case(3, 23, 64, largest_set=8)
     generator = torch.Generator().manual_seed(0)
     hidden_TD = torch.randn(23, 16, generator=generator, requires_grad=True)
@@ -130,13 +79,13 @@ def test_entropies_are_computed_once_and_change_no_bit_of_the_rest(
         assert (found.entropies_T is not None) is with_entropies
         gradients = torch.autograd.grad(found.logprobs_T.sum(), (hidden_TD, weight_VD))
         results.append((found.logprobs_T, *gradients))
-    assert num_calls == 3, "one call for each chunk"
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_logits_that_are_not_numbers_have_no_entropy() -> None:
     """Nothing hides them: the step is skipped, and its value is counted as not finite."""
-    hidden_TD = torch.tensor([[math.nan, 0.0], [1.0, 2.0]])
-    for kept in ([[], []], [[0, 1], [0, 1]]):
-        entropies_T = predictions_of(hidden_TD, torch.eye(2), kept)
-        assert entropies_T.isnan().tolist() == [True, False]
+    logits_TV, tokens = torch.tensor([[math.nan, 0.0], [1.0, 2.0]]), torch.zeros(2, dtype=torch.int64)
+    for kept in ([], [0, 1]):
+        offsets, ids = torch.arange(3) * len(kept), torch.tensor(kept * 2, dtype=torch.int32)
+        found = chunked_predictions(logits_TV, torch.eye(2), tokens, offsets, ids, with_entropies=True)
+        assert found.entropies_T is not None and found.entropies_T.isnan().tolist() == [True, False]

@@ -1,6 +1,5 @@
 """Checkpoint copies and optimizer state of a GPU, on pretended devices."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,70 +8,38 @@ import torch
 from forgeasync.config import OptimizerSection
 from forgeasync.trainer import HostCopies, build_optimizer, host_copies, training_state
 from tests.support import pretended_device
-from tests.support.pretended_device import DEVICE, OnDevice
-
-
-class Stream:
-    """Writes down what it is asked for."""
-
-    def __init__(self, log: list[str], name: str) -> None:
-        self._log = log
-        self._name = name
-
-    def record_event(self) -> str:
-        self._log.append(f"{self._name} records")
-        return f"event of {self._name}"
-
-    def wait_event(self, event: str) -> None:
-        self._log.append(f"{self._name} waits for {event}")
-
-    def synchronize(self) -> None:
-        self._log.append(f"host waits for {self._name}")
+from tests.support.pretended_device import DEVICE, LazyGpu, OnDevice
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happened on a pretended GPU, in order."""
-    seen: list[str] = []
+def gpu(monkeypatch: pytest.MonkeyPatch) -> LazyGpu:
+    """It does nothing before somebody waits for it."""
+    gpu = LazyGpu()
 
     def empty_like(tensor: torch.Tensor, *, device: str, pin_memory: bool) -> torch.Tensor:
         assert device == "cpu" and pin_memory, "page-locked memory of the host"
-        seen.append("allocate")
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
-    gpu = SimpleNamespace(
-        current_stream=lambda: Stream(seen, "compute"),
-        Stream=lambda: Stream(seen, "side"),
-        stream=lambda stream: nullcontext(),
-    )
+    monkeypatch.setattr(LazyGpu, "in_use", gpu)
     monkeypatch.setattr(host_copies, "DEVICE_TYPE", "cuda")
     monkeypatch.setattr(host_copies.torch, "get_device_module", lambda device: gpu)
     monkeypatch.setattr(host_copies.torch, "empty_like", empty_like)
     pretended_device.blocking_copies.clear()
-    return seen
+    return gpu
 
 
-def test_copies_run_beside_the_computation(log: list[str]) -> None:
-    values = {"a": torch.randn(3, 4) * 1e3, "b": torch.arange(5)}
-    copies = HostCopies()
-    found = copies.copy({name: OnDevice(value) for name, value in values.items()}, copies.now())
-    assert all(torch.equal(found[name], value) for name, value in values.items())
-    assert log == [
-        "compute records",
-        "side waits for event of compute",
-        "allocate",
-        "allocate",
-        "host waits for side",
-    ]
+def test_copies_run_beside_the_computation_into_memory_that_is_used_again(gpu: LazyGpu) -> None:
+    copies, tensors = HostCopies(), {"a": OnDevice(torch.randn(3, 4)), "b": OnDevice(torch.arange(5))}
+    seen = []
+    for num_steps in (1, 2):
+        expected = {name: tensor.data_on_cpu + 1 for name, tensor in tensors.items()}
+        for tensor in tensors.values():
+            tensor.add_(1)
+        seen.append(copies.copy(tensors, copies.now()))
+        assert all(torch.equal(seen[-1][name], tensor) for name, tensor in expected.items())
+        assert len(gpu.compute.operations) == 2 * num_steps, "of the steps alone"
+    assert len(gpu.sides) == 1 and all(seen[0][name] is seen[1][name] for name in tensors)
     assert pretended_device.blocking_copies == []
-
-
-def test_page_locked_memory_is_used_again(log: list[str]) -> None:
-    copies = HostCopies()
-    first = copies.copy({"a": OnDevice(torch.zeros(4))}, copies.now())
-    second = copies.copy({"a": OnDevice(torch.ones(4))}, copies.now())
-    assert log.count("allocate") == 1 and second["a"] is first["a"]
-    assert torch.equal(second["a"], torch.ones(4))
 
 
 def test_without_a_gpu_every_copy_is_a_new_one() -> None:

@@ -14,14 +14,16 @@ import torch
 from _pytest.mark.structures import ParameterSet
 from safetensors.torch import load_file
 
-from forgeasync.config import ActivationCheckpointing, Dtype, ParallelSection
+from forgeasync.config import ActivationCheckpointing, Dtype, ParallelSection, RouterBias
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import NUM_WORST, TokenValues, merged_reports
 from forgeasync.testing import write_tiny_model
+from forgeasync.trainer import TrainingSequence
 from tests.support.families import write_family
 from tests.support.layouts import LEARNING_RATE, Case, Inputs, Outcome, take_steps
+from tests.support.lora import LORA
 from tests.support.processes import ProcessFailed, run_ranks
-from tests.support.trainers import make_sequences
+from tests.support.trainers import TOKENS_PER_ROW, make_sequences
 
 # The first test of a launch waits for all of its cases.
 pytestmark = pytest.mark.timeout(900)
@@ -34,12 +36,18 @@ LONG_ROW = 2048
 
 MOE, DENSE = (Case(model=name, sequences=name) for name in ("moe", "dense"))
 MANY = replace(MOE, sequences="many")
+ADAPTERS = replace(MOE, lora=LORA)
 GPU_MOE, GPU_DENSE = (replace(case, gpu_attention=True) for case in (MOE, DENSE))
 
 
 def layout(case: Case = MOE, **degrees: int | bool) -> Case:
     return replace(case, parallel=ParallelSection(**degrees))
 
+
+FAMILIES = ("llama3_rope", "deepseek_v3", "deepseek_v3_one_group")
+DEEPSEEK = Case(model="deepseek_v3", sequences="deepseek_v3", router_bias=RouterBias.UPDATED)
+ONE_GROUP = replace(DEEPSEEK, model="deepseek_v3_one_group")
+LLAMA = Case(model="llama3_rope", sequences="llama3_rope")
 
 ALONE = {
     "moe": MOE,
@@ -49,13 +57,20 @@ ALONE = {
     "moe, bfloat16": replace(MOE, dtype=BFLOAT16, learning_rate=1e-5),
     "moe, bfloat16, varlen": replace(GPU_MOE, dtype=BFLOAT16, learning_rate=1e-5),
     "moe, small step": replace(MOE, learning_rate=1e-5),
+    "adapters": ADAPTERS,
+    "llama": LLAMA,
+    "deepseek": DEEPSEEK,
+    "deepseek, one group": ONE_GROUP,
     "moe, compiled": replace(MOE, compile=True),
     "moe, bfloat16, full AC": replace(MOE, dtype=BFLOAT16, checkpointing=FULL),
     "moe, bfloat16, full AC, compiled": replace(MOE, dtype=BFLOAT16, checkpointing=FULL, compile=True),
+    "adapters, bfloat16, full AC, compiled": replace(
+        ADAPTERS, dtype=BFLOAT16, checkpointing=FULL, compile=True
+    ),
 }
 """Without a mesh."""
 
-MOE_LAYOUTS = {
+LAYOUTS = {
     "fsdp2": layout(num_procs=2),
     "fsdp2-ep2": layout(num_procs=2, expert=2),
     "fsdp2-ep2-full-ac": layout(replace(MOE, checkpointing=FULL), num_procs=2, expert=2),
@@ -96,9 +111,6 @@ MOE_LAYOUTS = {
     "cp2-tp2-sp-ep4-varlen": layout(GPU_MOE, num_procs=4, context=2, tensor=2, expert=4),
     "cp4-ep4-varlen": layout(GPU_MOE, num_procs=4, context=4, expert=4),
     "cp4-ep4": layout(num_procs=4, context=4, expert=4),
-}
-
-DENSE_LAYOUTS = {
     "dense-fsdp2": layout(DENSE, num_procs=2),
     "dense-tp2-sp": layout(DENSE, num_procs=2, tensor=2),
     "dense-fsdp2-full-ac-compiled": layout(replace(DENSE, checkpointing=FULL, compile=True), num_procs=2),
@@ -113,24 +125,34 @@ DENSE_LAYOUTS = {
     "dense-fsdp2-cp2-full-ac": layout(replace(DENSE, checkpointing=FULL), num_procs=4, context=2),
     "dense-replicate2-tp2-sp": layout(DENSE, num_procs=4, data_replicate=2, tensor=2),
     "dense-cp2-tp2-sp": layout(DENSE, num_procs=4, context=2, tensor=2),
-}
-
-CHUNKED = {
+    "llama-fsdp2": layout(LLAMA, num_procs=2),
+    "llama-tp2-sp": layout(LLAMA, num_procs=2, tensor=2),
+    "llama-cp2": layout(LLAMA, num_procs=2, context=2),
+    "deepseek-fsdp2": layout(DEEPSEEK, num_procs=2),
+    "deepseek-tp2": layout(DEEPSEEK, num_procs=2, tensor=2, sequence=False),
+    "deepseek-tp2-sp-ep2": layout(DEEPSEEK, num_procs=2, tensor=2, expert=2),
+    "deepseek-cp2": layout(DEEPSEEK, num_procs=2, context=2),
+    "deepseek-one-group-tp2-sp-ep2": layout(ONE_GROUP, num_procs=2, tensor=2, expert=2),
+    "adapters-fsdp2": layout(ADAPTERS, num_procs=2),
+    "adapters-fsdp2-ep2": layout(ADAPTERS, num_procs=2, expert=2),
+    "adapters-fsdp2-ep2-full-ac": layout(replace(ADAPTERS, checkpointing=FULL), num_procs=2, expert=2),
+    "adapters-replicate2": layout(ADAPTERS, num_procs=2, data_replicate=2),
+    "adapters-tp2-sp-ep2": layout(ADAPTERS, num_procs=2, tensor=2, expert=2),
+    "adapters-tp2": layout(ADAPTERS, num_procs=2, tensor=2, sequence=False),
     "chunked-fsdp2-ep2": layout(replace(MANY, tokens_per_row=LONG_ROW), num_procs=2, expert=2),
     "chunked-tp2-sp-ep2": layout(replace(MANY, tokens_per_row=LONG_ROW), num_procs=2, tensor=2, expert=2),
 }
+"""Those in float32."""
 
 BFLOAT16_LAYOUTS = {
     "bfloat16-fsdp2-ep2": layout(ALONE["moe, bfloat16"], num_procs=2, expert=2),
     "bfloat16-tp2-sp-ep2": layout(ALONE["moe, bfloat16"], num_procs=2, tensor=2, expert=2),
 }
 
-REFERENCES = (
-    dict.fromkeys(MOE_LAYOUTS, "moe")
-    | dict.fromkeys(DENSE_LAYOUTS, "dense")
-    | dict.fromkeys(CHUNKED, "moe, many sequences")
-)
-"""Which case of ``ALONE`` a layout has to agree with."""
+NEAR = dict.fromkeys(("moe, bfloat16", *BFLOAT16_LAYOUTS), "moe, small step") | {
+    "moe, bfloat16, varlen": "moe, bfloat16"
+}
+"""Which case of ``ALONE`` a case in bfloat16 is close to."""
 
 REPRESENTATIVE = {
     *(name for name, case in ALONE.items() if not case.compile),
@@ -143,6 +165,10 @@ REPRESENTATIVE = {
     "hsdp2x2",
     "fsdp2-tp2-sp-ep2",
     "dense-tp2-sp",
+    *(name for name, case in LAYOUTS.items() if case.model in FAMILIES),
+    "adapters-fsdp2-ep2",
+    "adapters-replicate2",
+    "adapters-tp2-sp-ep2",
     "chunked-fsdp2-ep2",
     *BFLOAT16_LAYOUTS,
 }
@@ -151,20 +177,25 @@ REPRESENTATIVE = {
 Launch = Callable[[str], list[Outcome]]
 
 
+def unrecorded(sequences: list[TrainingSequence]) -> list[TrainingSequence]:
+    return [replace(sequence, expert_ids_SMK=None) for sequence in sequences]
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     root = tmp_path_factory.mktemp("models")
     folders = {
         "moe": write_tiny_model(root / "moe", scale=4.0, num_experts=8, top_k=3),
         "dense": write_family(root / "dense", "qwen3_tied"),
+        **{name: write_family(root / name, name) for name in FAMILIES},
     }
     facts = {name: read_model_facts(str(folder)) for name, folder in folders.items()}
     moe = make_sequences(11, facts["moe"])
     sequences = {
         "moe": moe,
         "many": make_sequences(90, facts["moe"]),
-        "unrecorded": [replace(sequence, expert_ids_SMK=None) for sequence in moe],
-        "dense": [replace(sequence, expert_ids_SMK=None) for sequence in make_sequences(11, facts["dense"])],
+        "unrecorded": unrecorded(moe),
+        **{name: unrecorded(make_sequences(11, facts[name])) for name in ("dense", *FAMILIES)},
     }
     return Inputs(folders=folders, sequences=sequences)
 
@@ -186,7 +217,7 @@ def launch(inputs: Inputs, exported: Path) -> Launch:
 
     A launch that has failed is not tried again: each of its tests fails with what it said.
     """
-    cases = ALONE | MOE_LAYOUTS | DENSE_LAYOUTS | CHUNKED | BFLOAT16_LAYOUTS
+    cases = ALONE | LAYOUTS | BFLOAT16_LAYOUTS
     for name in ("fsdp2-ep2", "fsdp2-ep2-offload"):
         cases[name] = replace(cases[name], export=exported / name)
     done: dict[str, list[Outcome]] = {}
@@ -214,13 +245,27 @@ def launch(inputs: Inputs, exported: Path) -> Launch:
     return outcomes
 
 
+def reference_of(case: Case) -> str:
+    """Which case of ``ALONE`` is the same step without anything that must not show."""
+    plain = replace(
+        case,
+        parallel=ParallelSection(),
+        checkpointing=ActivationCheckpointing.NONE,
+        compile=False,
+        cpu_offload=False,
+        gpu_attention=False,
+        tokens_per_row=TOKENS_PER_ROW,
+    )
+    return next(name for name, alone in ALONE.items() if alone == plain)
+
+
 def relative_errors(
     found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> dict[str, float]:
     """Norm of the difference by norm, of every tensor."""
     assert found.keys() == expected.keys()
     return {
-        name: float((found[name].double() - tensor.double()).norm() / tensor.double().norm())
+        name: float((found[name].double() - tensor.double()).norm() / tensor.double().norm().clamp(min=1e-30))
         for name, tensor in expected.items()
     }
 
@@ -229,85 +274,6 @@ def cosine(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tenso
     """Of all tensors as one vector."""
     vectors = [torch.cat([of_one[name].flatten() for name in expected]) for of_one in (found, expected)]
     return float(torch.cosine_similarity(*vectors, dim=0))
-
-
-@pytest.mark.parametrize("name", marked([*MOE_LAYOUTS, *DENSE_LAYOUTS, *CHUNKED]))
-def test_a_step_is_the_same_under_every_layout(launch: Launch, name: str) -> None:
-    (expected,) = launch(REFERENCES[name])
-    parallel = (MOE_LAYOUTS | DENSE_LAYOUTS | CHUNKED)[name].parallel
-    outcomes = launch(name)
-    for found in outcomes:
-        for metric in ("loss", "grad_norm", "policy/entropy", "mismatch/kl", "objective/clipped_share"):
-            assert found.metrics[metric] == pytest.approx(expected.metrics[metric], rel=TOLERANCE), metric
-        errors = relative_errors(found.gradients, expected.gradients)
-        assert max(errors.values()) < TOLERANCE, max(errors, key=errors.__getitem__)
-        # A step is at most as long as the learning rate.
-        for weight, tensor in expected.weights.items():
-            torch.testing.assert_close(
-                found.weights[weight], tensor, atol=2e-3 * LEARNING_RATE, rtol=0, msg=weight
-            )
-        if name not in DENSE_LAYOUTS:
-            for metric in ("routing/disagreement_share", "routing/recorded_share"):
-                assert found.metrics[metric] == pytest.approx(expected.metrics[metric], rel=TOLERANCE)
-    if parallel.data_replicate * parallel.data_shard > 1:
-        assert len({outcome.num_rows for outcome in outcomes}) > 1, "a data rank has fewer rows"
-
-
-@pytest.mark.parametrize("name", marked([*(name for name in ALONE if name != "dense"), *MOE_LAYOUTS]))
-def test_replaying_own_choices_changes_no_bit(launch: Launch, name: str) -> None:
-    assert all(outcome.replays_exactly for outcome in launch(name))
-
-
-def test_every_parameter_has_a_gradient_and_moves(inputs: Inputs, launch: Launch) -> None:
-    """Else nothing would be compared."""
-    for name in ("moe", "dense"):
-        before = load_file(inputs.folders[name] / "model.safetensors")
-        (outcome,) = launch(name)
-        assert outcome.gradients.keys() == outcome.weights.keys() == before.keys()
-        for weight, tensor in before.items():
-            assert bool(outcome.gradients[weight].any()), weight
-            assert not torch.equal(outcome.weights[weight], tensor), weight
-
-
-def test_records_and_chunks_are_used(inputs: Inputs, launch: Launch) -> None:
-    forced, own = (launch(name)[0].metrics for name in ("moe", "moe, own routing"))
-    assert abs(forced["loss"] - own["loss"]) > 1e-4
-    # Random triples of 8 experts: one in 56 is the router's own.
-    assert 0.9 < forced["routing/disagreement_share"] < 1.0
-    assert 0.6 < forced["routing/recorded_share"] < 0.95
-    assert own["routing/recorded_share"] == 0.0 and "routing/disagreement_share" not in own
-    lengths = [len(sequence.response_ids_T) for sequence in inputs.sequences["many"]]
-    # Rows are assigned evenly: even half of a batch over two ranks is more than one chunk.
-    assert sum(lengths[:-1]) / 2 > 1024
-
-
-def test_bfloat16_computes_and_float32_masters_step(launch: Launch) -> None:
-    half, exact = launch("moe, bfloat16")[0], launch("moe, small step")[0]
-    assert half.metrics["loss"] != exact.metrics["loss"]
-    assert half.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=3e-2)
-    assert cosine(half.gradients, exact.gradients) > 0.99
-    assert {tensor.dtype for tensor in half.weights.values()} == {torch.float32}
-    # A bfloat16 master would round most of so small a step away, and be off by 1e-3 of the weight.
-    for name, tensor in exact.weights.items():
-        torch.testing.assert_close(half.weights[name], tensor, atol=5e-6, rtol=0, msg=name)
-
-
-@pytest.mark.parametrize("name", BFLOAT16_LAYOUTS)
-def test_bfloat16_under_layouts(launch: Launch, name: str) -> None:
-    """As near to float32 as one process. TorchTitan rounds sums over tensor-parallel ranks to bfloat16."""
-    exact = launch("moe, small step")[0]
-    for found in launch(name):
-        assert found.replays_exactly
-        assert found.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=3e-2)
-        assert cosine(found.gradients, exact.gradients) > 0.99
-
-
-def test_attention_of_gpus_over_whole_rows(launch: Launch) -> None:
-    """TorchTitan's, which computes in bfloat16."""
-    found, expected = (launch(name)[0] for name in ("moe, bfloat16, varlen", "moe, bfloat16"))
-    assert found.metrics["loss"] != expected.metrics["loss"]
-    assert found.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=3e-2)
-    assert cosine(found.gradients, expected.gradients) > 0.99
 
 
 def assert_same_tokens(found: TokenValues, expected: TokenValues) -> None:
@@ -332,10 +298,82 @@ def assert_same_reports(found: Iterable[Outcome], expected: Outcome) -> None:
         assert_same_tokens(worst.values, other.values)
 
 
-@pytest.mark.parametrize("name", marked(MOE_LAYOUTS | DENSE_LAYOUTS))
-def test_every_layout_reports_the_same_tokens(name: str, launch: Launch) -> None:
-    """The worst of all ranks, and every token of what was asked for: none twice, none missing."""
-    assert_same_reports(launch(name), launch(REFERENCES[name])[0])
+@pytest.mark.parametrize("name", marked(LAYOUTS))
+def test_a_step_is_the_same_under_every_layout(launch: Launch, name: str) -> None:
+    """Tokens are reported once: the worst of all ranks, and every token of what was asked for."""
+    case = LAYOUTS[name]
+    (expected,) = launch(reference_of(case))
+    outcomes = launch(name)
+    if case.sequences != "many":
+        assert_same_reports(outcomes, expected)
+    for found in outcomes:
+        assert found.keeps_base
+        for metric in ("loss", "grad_norm", "policy/entropy", "mismatch/kl", "objective/clipped_share"):
+            assert found.metrics[metric] == pytest.approx(expected.metrics[metric], rel=TOLERANCE), metric
+        errors = relative_errors(found.gradients, expected.gradients)
+        assert max(errors.values()) < TOLERANCE, max(errors, key=errors.__getitem__)
+        # A step is at most as long as the learning rate.
+        for weight, tensor in expected.weights.items():
+            torch.testing.assert_close(
+                found.weights[weight], tensor, atol=2e-3 * LEARNING_RATE, rtol=0, msg=weight
+            )
+        if "routing/disagreement_share" in expected.metrics:
+            for metric in ("routing/disagreement_share", "routing/recorded_share"):
+                assert found.metrics[metric] == pytest.approx(expected.metrics[metric], rel=TOLERANCE)
+    if case.parallel.data_replicate * case.parallel.data_shard > 1:
+        assert len({outcome.num_rows for outcome in outcomes}) > 1, "a data rank has fewer rows"
+
+
+@pytest.mark.parametrize(
+    "name", marked(name for name, case in (ALONE | LAYOUTS).items() if case.model == "moe" and not case.lora)
+)
+def test_replaying_own_choices_changes_no_bit(launch: Launch, name: str) -> None:
+    assert all(outcome.replays_exactly for outcome in launch(name))
+
+
+def test_every_parameter_has_a_gradient_and_moves(inputs: Inputs, launch: Launch) -> None:
+    """Else nothing would be compared. Biases of routers have none, and move by the load."""
+    for name, case in {"moe": MOE, "dense": DENSE, "llama": LLAMA, "deepseek": DEEPSEEK}.items():
+        before = load_file(inputs.folders[case.model] / "model.safetensors")
+        (outcome,) = launch(name)
+        assert outcome.weights.keys() == before.keys()
+        assert outcome.gradients.keys() == {one for one in before if not one.endswith("correction_bias")}
+        for weight, tensor in before.items():
+            if name == "deepseek" and ".experts." in weight:
+                continue  # one may have got no token
+            assert weight not in outcome.gradients or outcome.gradients[weight].any(), weight
+            assert not torch.equal(outcome.weights[weight], tensor), weight
+
+
+def test_records_and_chunks_are_used(inputs: Inputs, launch: Launch) -> None:
+    forced, own = (launch(name)[0].metrics for name in ("moe", "moe, own routing"))
+    assert abs(forced["loss"] - own["loss"]) > 1e-4
+    # Random triples of 8 experts: one in 56 is the router's own.
+    assert 0.9 < forced["routing/disagreement_share"] < 1.0
+    assert 0.6 < forced["routing/recorded_share"] < 0.95
+    assert own["routing/recorded_share"] == 0.0 and "routing/disagreement_share" not in own
+    lengths = [len(sequence.response_ids_T) for sequence in inputs.sequences["many"]]
+    # Rows are assigned evenly: even half of a batch over two ranks is more than one chunk.
+    assert sum(lengths[:-1]) / 2 > 1024
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_steps_in_bfloat16(launch: Launch, name: str) -> None:
+    """Near to the same in float32, or by other attention. TorchTitan rounds sums over ranks to bfloat16."""
+    (expected,) = launch(NEAR[name])
+    for found in launch(name):
+        assert found.replays_exactly
+        assert found.metrics["loss"] != expected.metrics["loss"]
+        assert found.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=3e-2)
+        assert cosine(found.gradients, expected.gradients) > 0.99
+
+
+def test_float32_masters_step(launch: Launch) -> None:
+    half, exact = launch("moe, bfloat16")[0], launch("moe, small step")[0]
+    assert {tensor.dtype for tensor in half.weights.values()} == {torch.float32}
+    # A bfloat16 master would round most of so small a step away, and be off by 1e-3 of the weight.
+    for name, tensor in exact.weights.items():
+        torch.testing.assert_close(half.weights[name], tensor, atol=5e-6, rtol=0, msg=name)
 
 
 @pytest.mark.exhaustive
@@ -352,6 +390,16 @@ def test_compiled(launch: Launch) -> None:
     for metric in ("loss", "grad_norm"):
         assert compiled.metrics[metric] == pytest.approx(eager.metrics[metric], rel=2e-2)
     assert cosine(compiled.gradients, eager.gradients) > 0.99
+
+
+@pytest.mark.exhaustive
+def test_adapters_compiled_and_in_bfloat16(launch: Launch) -> None:
+    """Adapters stay float32; the frozen rest is kept in the compute dtype."""
+    exact, half = launch("adapters")[0], launch("adapters, bfloat16, full AC, compiled")[0]
+    assert exact.frozen_dtypes == {torch.float32} and half.frozen_dtypes == {torch.bfloat16}
+    assert {tensor.dtype for tensor in half.weights.values()} == {torch.float32}
+    assert half.metrics["loss"] == pytest.approx(exact.metrics["loss"], rel=2e-2)
+    assert cosine(half.gradients, exact.gradients) > 0.995
 
 
 @pytest.mark.exhaustive

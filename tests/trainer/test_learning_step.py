@@ -54,16 +54,15 @@ def random_traces(folder: Path) -> list[TokenTrace]:
 
 def make_group(
     rewards: Sequence[float],
-    *spans: tuple[int, int, int],
+    *,
     texts: Sequence[str] = ("",) * NUM_ROLLOUTS,
     steps: tuple[tuple[Step, ...], ...] | None = None,
 ) -> Group:
-    spans = spans or ((0, 0, NUM_TOKENS),)
     return Group(
         group_id=0,
         draw_id=0,
         task=make_task(0),
-        rollouts=tuple(make_stored_rollout(*spans, text=text) for text in texts),
+        rollouts=tuple(make_stored_rollout((0, 0, NUM_TOKENS), text=text) for text in texts),
         rewards=tuple(rewards),
         steps=steps,
     )
@@ -156,29 +155,12 @@ def the_scheduled_learning_rate_is_what_the_optimizer_steps_with(folder: Path) -
             assert moved == pytest.approx(rate, rel=0.1)
 
 
-def tokens_that_are_too_old_are_not_trained_on(folder: Path) -> None:
-    """Of a batch whose tokens are 0, 1 and 2 versions old."""
-    norms = {}
-    for max_age, num_young in ((None, 12), (0, 4), (1, 9), (2, 12)):
-        trainer = steady_trainer(folder, max_token_age=max_age)
-        trainer.state.policy_version = 2
-        group = make_group([1.0, 0.0, 0.0, 0.0], (0, 0, 3), (1, 3, 8), (2, 8, NUM_TOKENS))
-        result = train_on(trainer, sequences_of(trainer, group, random_traces(folder)))
-        assert result.num_targets == NUM_ROLLOUTS * num_young
-        rejected = result.metrics.get("off_policy/rejected_token_share")
-        assert rejected == (None if max_age is None else pytest.approx(1 - num_young / NUM_TOKENS))
-        norms[max_age] = result.metrics["grad_norm"]
-    assert norms[2] == norms[None]
-    assert len({norms[0], norms[1], norms[2]}) == 3, "gradients are of the young tokens"
-
-
 @pytest.mark.parametrize(
     "promise",
     [
         a_step_makes_the_better_rollout_likelier_and_the_worse_ones_less_likely,
         a_step_makes_a_rewarded_step_likelier_than_one_that_is_not,
         the_scheduled_learning_rate_is_what_the_optimizer_steps_with,
-        tokens_that_are_too_old_are_not_trained_on,
     ],
 )
 def test_in_a_trainer(promise: Callable[[Path], None], tmp_path: Path) -> None:

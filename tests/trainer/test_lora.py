@@ -1,97 +1,48 @@
-"""Adapters against merged weights and transformers' gradients; training them."""
+"""Adapters: against merged weights and transformers' gradients, saved for peft and vLLM, and trained."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config import ADAPTABLE
-from forgeasync.trainer import (
-    ATTENTION_MODULES,
-    EXPERT_PARAMETERS,
-    WEIGHTS_FILE,
-    GroupedAdapter,
-    TrainingSequence,
-    lora,
-    pack_row,
-)
+from forgeasync.config import ADAPTABLE, ParallelSection
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import CONFIG_FILE, WEIGHTS_FILE, GroupedAdapter, TrainingSequence, pack_row
 from forgeasync.weights import merge_adapter
-from tests.support.lora import LORA, PREFIX, adapters, base_weights, free, make_trainer, reference_logprobs
-from tests.support.processes import run_ranks
+from tests.support.families import write_family
+from tests.support.lora import LORA, PREFIX, base_weights, free, make_trainer
+from tests.support.peft_adapters import write_merged
+from tests.support.processes import run_alone, run_ranks
+from tests.support.references import reference_logprobs
+from tests.support.trainers import make_sequences, named_tensors
 
-
-def merge_into(folder: Path, tensors: dict[str, torch.Tensor], out: Path) -> Path:
-    """The model with W + (alpha / rank) B A for every adapted weight, as a folder of its own."""
-    weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
-    for name in tensors:
-        if name.endswith(".lora_A.weight"):
-            module = name.removesuffix(".lora_A.weight")
-            a, b = tensors[name].double(), tensors[f"{module}.lora_B.weight"].double()
-            weights[f"{module.removeprefix(PREFIX)}.weight"] += LORA.alpha / LORA.rank * b @ a
-    out.mkdir()
-    for file in ("config.json", "generation_config.json"):
-        (out / file).write_text((folder / file).read_text())
-    save_file(
-        {n: t.float() for n, t in weights.items()}, out / "model.safetensors", metadata={"format": "pt"}
-    )
-    return out
+CHOICES = (ADAPTABLE, ("q_proj", "v_proj"), ("o_proj", "gate_proj"), ("down_proj",))
 
 
 def _logprobs_and_gradients(
-    folder: Path, sequences: list[TrainingSequence], out: Path
+    folder: Path, sequences: list[TrainingSequence]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Log-probabilities, and gradients of their sum, each times its index + 1."""
+    """Log-probabilities, adapters, and gradients of the sum of each times its index + 1."""
     trainer = make_trainer(folder)
     logprobs_T = trainer.logprobs(pack_row(sequences))
     (logprobs_T * torch.arange(1, len(logprobs_T) + 1)).sum().backward()
-    trainer.save_hf(out, source=folder)
-    return logprobs_T.detach(), adapters(trainer), adapters(trainer, gradients=True)
-
-
-@pytest.fixture(scope="module")
-def trained(
-    folder: Path, sequences: list[TrainingSequence], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor], Path]:
-    out = tmp_path_factory.mktemp("adapter") / "peft"
-    return *run_ranks(1, _logprobs_and_gradients, folder, free(sequences), out)[0], out
-
-
-def test_names_and_shapes_are_those_of_peft(
-    trained: tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor], Path],
-) -> None:
-    _, tensors, _, out = trained
-    layer, rank = f"{PREFIX}model.layers.1", LORA.rank
-    assert tensors[f"{layer}.self_attn.k_proj.lora_A.weight"].shape == (rank, 64)
-    assert tensors[f"{layer}.self_attn.q_proj.lora_B.weight"].shape == (128, rank)
-    assert tensors[f"{layer}.mlp.experts.7.up_proj.lora_B.weight"].shape == (64, rank)
-    assert len(tensors) == 2 * 2 * (4 + 8 * 3)
-    saved = load_file(out / WEIGHTS_FILE)
-    assert saved.keys() == tensors.keys()
-    assert all(torch.equal(saved[name], tensor) for name, tensor in tensors.items())
+    return logprobs_T.detach(), named_tensors(trainer), named_tensors(trainer, gradients=True)
 
 
 def test_logprobs_and_gradients_match_the_merged_model(
-    folder: Path,
-    sequences: list[TrainingSequence],
-    trained: tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor], Path],
-    tmp_path: Path,
+    folder: Path, sequences: list[TrainingSequence], tmp_path: Path
 ) -> None:
     """With W' = W + s B A and G the gradient of W': that of A is s B^T G, that of B is s G A^T."""
-    logprobs_T, tensors, gradients, _ = trained
-    merged_folder = merge_into(folder, tensors, tmp_path / "merged")
+    logprobs_T, tensors, gradients = run_ranks(1, _logprobs_and_gradients, folder, free(sequences))[0]
+    merged_folder = write_merged(folder, tensors, LORA, tmp_path / "merged")
     reference = AutoModelForCausalLM.from_pretrained(
         merged_folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
     expected_T = torch.cat([reference_logprobs(reference, sequence) for sequence in free(sequences)])
     torch.testing.assert_close(logprobs_T.double(), expected_T.detach(), atol=1e-4, rtol=0)
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        plain_T = torch.cat([reference_logprobs(plain, sequence) for sequence in free(sequences)])
-    assert (plain_T - expected_T).abs().mean() > 0.05, "adapters that do nothing would hide mistakes"
-
     (expected_T * torch.arange(1, len(expected_T) + 1)).sum().backward()
     of_weights = {name: parameter.grad for name, parameter in reference.named_parameters()}
     for name, gradient in gradients.items():
@@ -115,6 +66,116 @@ def of_weight(module: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
     return gate if projection == "gate_proj" else up
 
 
+def _save(model: Path, sequences: list[TrainingSequence], out: Path) -> dict[tuple[str, ...], torch.Tensor]:
+    """What the saved adapters of each choice of targets compute."""
+    logprobs = {}
+    for targets in CHOICES:
+        lora = LORA.model_copy(update={"targets": targets})
+        trainer = make_trainer(model, ParallelSection(num_procs=2, expert=2), lora=lora)
+        trainer.save_hf(out / "+".join(targets), source=model)
+        # Two data ranks, of which each has the same row.
+        with torch.no_grad():
+            logprobs[targets] = trainer.logprobs(pack_row(sequences))
+    return logprobs
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has a folder for each choice of targets, once ``logprobs`` are there."""
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def logprobs(
+    folder: Path, sequences: list[TrainingSequence], saved: Path
+) -> dict[tuple[str, ...], torch.Tensor]:
+    return run_ranks(2, _save, folder, free(sequences), saved)[0]
+
+
+def assert_peft_agrees(
+    model: Path, adapters: Path, sequences: list[TrainingSequence], logprobs_T: torch.Tensor
+) -> None:
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        plain_T = torch.cat([reference_logprobs(base, sequence) for sequence in sequences])
+        adapted = PeftModel.from_pretrained(base, adapters)
+        expected_T = torch.cat([reference_logprobs(adapted, sequence) for sequence in sequences])
+    torch.testing.assert_close(logprobs_T.double(), expected_T, atol=1e-4, rtol=0)
+    assert (plain_T - expected_T).abs().mean() > 0.01, "adapters that do nothing would hide mistakes"
+
+
+@pytest.mark.parametrize("targets", CHOICES, ids="+".join)
+def test_peft_computes_what_the_trainer_does(
+    folder: Path,
+    sequences: list[TrainingSequence],
+    saved: Path,
+    logprobs: dict[tuple[str, ...], torch.Tensor],
+    targets: tuple[str, ...],
+) -> None:
+    own = saved / "+".join(targets)
+    assert_peft_agrees(folder, own, free(sequences), logprobs[targets])
+    weights, config = own / WEIGHTS_FILE, own / CONFIG_FILE
+    assert weights.stat().st_mode == config.stat().st_mode, "whoever may read one file may read all"
+
+
+def _save_dense(model: Path, sequences: list[TrainingSequence], out: Path) -> torch.Tensor:
+    trainer = make_trainer(model, ParallelSection(num_procs=2, tensor=2))
+    trainer.save_hf(out, source=model)
+    with torch.no_grad():
+        return trainer.logprobs(pack_row(sequences))
+
+
+def test_networks_without_experts_have_adapters_too(tmp_path: Path) -> None:
+    model = write_family(tmp_path / "hf", "llama3_rope")
+    sequences = free(make_sequences(3, read_model_facts(str(model))))
+    logprobs_T = run_ranks(2, _save_dense, model, sequences, tmp_path / "adapters")[0]
+    assert_peft_agrees(model, tmp_path / "adapters", sequences, logprobs_T)
+    written = load_file(tmp_path / "adapters" / WEIGHTS_FILE)
+    assert len(written) == 2 * 2 * len(ADAPTABLE)
+    assert all(tensor.any() for tensor in written.values())
+
+
+def _packed_by_vllm(folder: Path, num_experts: int) -> tuple[float, torch.Tensor, list[torch.Tensor]]:
+    """Rank-0 scaling, B of a q_proj, and A and B of a layer's experts, packed as for vLLM's kernels."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import PackedLoRALayerWeights
+    from vllm.lora.peft_helper import PEFTHelper
+
+    # The order in which vLLM's mapping of experts names them: w1, w2, w3.
+    names = [f"experts.{e}.{p}" for e in range(num_experts) for p in ("gate_proj", "down_proj", "up_proj")]
+    model = LoRAModel.from_local_checkpoint(
+        str(folder),
+        {"q_proj", "k_proj", "v_proj", "o_proj", *names},
+        peft_helper=PEFTHelper.from_local_dir(str(folder), None),
+        device="cpu",
+        dtype=torch.float32,
+    )
+    layer = "model.layers.1"
+    packed = PackedLoRALayerWeights.pack_moe(
+        [model.loras[f"{layer}.mlp.{name}"] for name in names], f"{layer}.mlp.experts"
+    )
+    attention = model.loras[f"{layer}.self_attn.q_proj"]
+    return attention.scaling, attention.lora_b, [*packed.lora_a, *packed.lora_b]
+
+
+@pytest.mark.usefixtures("logprobs")
+def test_vllm_reads_the_same_folder(saved: Path) -> None:
+    out = saved / "+".join(ADAPTABLE)
+    tensors = load_file(out / WEIGHTS_FILE)
+    scaling, attention_b, packed = run_alone(_packed_by_vllm, out, 8)
+    layer = f"{PREFIX}model.layers.1"
+    assert scaling == LORA.alpha / LORA.rank
+    assert torch.equal(attention_b, tensors[f"{layer}.self_attn.q_proj.lora_B.weight"])
+    expected = [
+        torch.stack([tensors[f"{layer}.mlp.experts.{e}.{p}.lora_{side}.weight"] for e in range(8)])
+        for side in "AB"
+        for p in ("gate_proj", "down_proj", "up_proj")
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(packed, expected, strict=True))
+
+
 def test_merged_is_the_product_in_float32() -> None:
     base, a, b = torch.randn(3, 8, 6).bfloat16(), torch.randn(3, 2, 6), torch.randn(3, 8, 2)
     by_hand = base.double() + 0.5 * torch.einsum("eor,eri->eoi", b.double(), a.double())
@@ -132,10 +193,10 @@ def _train(folder: Path, sequences: list[TrainingSequence]) -> tuple[list[float]
         logprobs_T = trainer.logprobs(row).numpy()
     # Sampled by the policy itself, so that the objective starts at minus the mean advantage.
     row.behavior_logprobs_L[row.mask_L] = logprobs_T
-    base, before = base_weights(trainer), adapters(trainer)
+    base, before = base_weights(trainer), named_tensors(trainer)
     losses = [trainer.train_step([row]).metrics["loss"] for _ in range(30)]
     is_kept = all(torch.equal(base[name], tensor) for name, tensor in base_weights(trainer).items())
-    moved = [name for name, tensor in adapters(trainer).items() if not torch.equal(tensor, before[name])]
+    moved = [name for name, tensor in named_tensors(trainer).items() if not torch.equal(tensor, before[name])]
     largest_b = max(float(t.abs().max()) for name, t in before.items() if "lora_B" in name)
     return losses, is_kept, largest_b, len(before) - len(moved)
 
@@ -150,10 +211,6 @@ def test_training_improves_the_objective_and_keeps_the_base(
     # Past these ratios a token has no gradient any more.
     best = -np.where(advantages_T > 0, 1.28 * advantages_T, 0.8 * advantages_T).mean()
     assert losses[-1] < best + 0.1 * (losses[0] - best)
-
-
-def test_the_config_knows_what_can_be_adapted() -> None:
-    assert {*ATTENTION_MODULES, *EXPERT_PARAMETERS} == {*ADAPTABLE}
 
 
 NUM_EXPERTS, NUM_INPUTS, NUM_OUTPUTS, NUM_TOKENS = 4, 64, 32, 40
@@ -190,10 +247,3 @@ def test_experts_have_adapters_of_every_rank_in_bfloat16(rank: int) -> None:
         (NUM_EXPERTS, rank, NUM_INPUTS),
         (NUM_EXPERTS, NUM_OUTPUTS, rank),
     )
-
-
-@pytest.mark.parametrize("rank", [1, 3, 12])
-def test_without_padding_these_ranks_are_refused(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora, "_GROUPED_STRIDE_BYTES", 2)
-    with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
-        forward_and_backward(rank)

@@ -15,10 +15,11 @@ from forgeasync.algorithms import Loss
 from forgeasync.config import OptimizerSection, ParallelSection
 from forgeasync.models import read_model_facts
 from forgeasync.trainer import PackedRow, PolicyTrainer, StepSums, TrainingSequence, pack_row, pack_rows
-from tests.support.lora import LORA, adapters, reference_logprobs
+from tests.support.lora import LORA
 from tests.support.processes import run_ranks
+from tests.support.references import reference_logprobs
 from tests.support.tokens import K3, section
-from tests.support.trainers import make_sequences, make_trainer, whole
+from tests.support.trainers import make_sequences, make_trainer, named_tensors, step_with_gradients
 
 
 def unclipped_trainer(
@@ -56,17 +57,8 @@ Step = tuple[dict[str, float], dict[str, torch.Tensor]]
 
 
 def step_gradients(trainer: PolicyTrainer, rows: list[PackedRow]) -> Step:
-    gradients: dict[str, torch.Tensor] = {}
-
-    def keep(*_: object) -> None:
-        gradients.update(
-            {n: whole(p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None}
-        )
-
-    hook = trainer._optimizer.register_step_pre_hook(keep)
-    metrics = trainer.train_step(rows).metrics
-    hook.remove()
-    return metrics, gradients
+    result, gradients = step_with_gradients(trainer, rows)
+    return result.metrics, gradients
 
 
 COMPARED = ("loss", "grad_norm", "mismatch/kl", "kl/", "objective/", "correction/", "off_policy/", "teacher/")
@@ -172,7 +164,7 @@ def _by_hand(folder: Path) -> None:
     sequences = _near_policy(folder)
     trainer = unclipped_trainer(folder, section(objective={"kind": "reinforce"}), max_token_age=1)
     row = pack_row(sequences)
-    metrics, gradients = step_gradients(trainer, [row])
+    result, gradients = step_with_gradients(trainer, [row])
     mask = torch.from_numpy(row.ages_L[row.mask_L] <= 1)
     advantages = torch.from_numpy(row.advantages_L[row.mask_L])
     behavior = torch.from_numpy(row.behavior_logprobs_L[row.mask_L])
@@ -185,15 +177,16 @@ def _by_hand(folder: Path) -> None:
     ratios = (logprobs.detach() - behavior)[mask].double().exp()
     share = float(ratios.sum() ** 2 / (len(ratios) * ratios.square().sum()))
     assert 0.5 < share < 0.999
+    assert result.num_targets == mask.sum()
     for key, value in {
         "loss": float(loss),
         "off_policy/effective_sample_share": share,
         "off_policy/rejected_token_share": float((~mask).double().mean()),
         "policy/entropy": float(entropies[mask].double().mean()),
     }.items():
-        assert metrics[key] == pytest.approx(value, rel=1e-5), key
-    for name, parameter in trainer.model.named_parameters():
-        torch.testing.assert_close(gradients[name], whole(parameter.grad), atol=1e-6, rtol=1e-4, msg=name)
+        assert result.metrics[key] == pytest.approx(value, rel=1e-5), key
+    for name, gradient in named_tensors(trainer, gradients=True).items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
 
 
 def test_a_step_is_the_written_out_loss(folder: Path) -> None:
@@ -211,7 +204,7 @@ def _against_checkpoint(folder: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     reference.lm_head.register_forward_hook(lambda module, inputs, logits: logits / 0.8)
     with torch.no_grad():
-        ref_T = torch.cat([reference_logprobs(reference, sequence) for sequence in free]).double()
+        ref_T = torch.cat([reference_logprobs(reference, sequence) for sequence in free])
     advantages_T = torch.from_numpy(row.advantages_L[row.mask_L]).double()
     for lora in (None, LORA):
         loss = section(objective={"kind": "reinforce"}, kl=K3)
@@ -219,7 +212,7 @@ def _against_checkpoint(folder: Path) -> None:
         assert trainer.train_step([unrecorded]).metrics["kl/k3"] == 0.0
         trainer.train_step([unrecorded])
         if lora is not None:
-            assert all(float(tensor.abs().max()) > 0 for tensor in adapters(trainer).values())
+            assert all(float(tensor.abs().max()) > 0 for tensor in named_tensors(trainer).values())
         with torch.no_grad():
             current_T = trainer.logprobs(row).double()
         metrics = trainer.train_step([row]).metrics

@@ -5,6 +5,7 @@ room for the roundings of values that one layer hands to the next, and for no su
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from forgeasync.trainer import (
 from forgeasync.trainer import logprobs as logprobs_module
 from tests.support.config_samples import FACTS
 from tests.support.live_tensors import LiveTensors
-from tests.support.references import ALWAYS_GATHER, NEVER_GATHER
+from tests.support.references import ALWAYS_GATHER, NEVER_GATHER, exact_moe, masked_attention, moe_weights
 
 VOCAB_SIZE, DIM, NUM_TARGETS = 2048, 128, 256
 
@@ -40,6 +41,22 @@ def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     """Norm of the difference, in shares of the exact one."""
     assert ours.dtype is torch.bfloat16 and exact.dtype is torch.float64
     return float((ours.double() - exact).norm() / exact.norm())
+
+
+def assert_gradients(
+    out: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    right: torch.Tensor,
+    exact: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    *,
+    bounds: Sequence[float],
+) -> None:
+    """Those of the exact inputs, within a bound for each."""
+    found = torch.autograd.grad(out, inputs, grad)
+    wanted = torch.autograd.grad(right, exact, grad.double())
+    for one, other, bound in zip(found, wanted, bounds, strict=True):
+        assert error(one, other) < bound
 
 
 def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -120,6 +137,8 @@ def test_the_output_layer(
     ).logprobs_T
     hidden, weight = torch.autograd.grad((found * factors_T).sum(), ours)
     logprobs_T = exact_logprobs(*exact, tokens, sets)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found.double(), logprobs_T, atol=0.05, rtol=0.02)
     exact_hidden, exact_weight = torch.autograd.grad((logprobs_T * factors_T).sum(), exact)
     assert error(hidden, exact_hidden) < 0.006
     assert error(weight, exact_weight) < 0.006
@@ -127,15 +146,6 @@ def test_the_output_layer(
     shared = sorted(range(VOCAB_SIZE), key=lambda row: -float(exact_weight[row].norm()))[:16]
     assert error(weight[shared], exact_weight[shared]) < 0.006
     assert max(error(weight[row], exact_weight[row]) for row in shared) < 0.012
-
-
-def test_sets_of_one_id_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs_module, "GATHER_COST", ALWAYS_GATHER)
-    ours, _ = leaves(normal(NUM_TARGETS, DIM), normal(VOCAB_SIZE, DIM))
-    sets = [[3 + token % 5] for token in range(NUM_TARGETS)]
-    tokens = torch.tensor(sets).squeeze(1)
-    found = chunked_predictions(*ours, tokens, *offsets_and_ids(sets), chunk_tokens=32).logprobs_T
-    assert not any(gradient.any() for gradient in torch.autograd.grad(found.sum(), ours))
 
 
 @SIGNS
@@ -203,30 +213,13 @@ def make_moe() -> MoE:
     return moe.bfloat16()
 
 
-def exact_moe(
-    x_LD: torch.Tensor,
-    gate_ED: torch.Tensor,
-    w1_EFD: torch.Tensor,
-    w2_EDF: torch.Tensor,
-    w3_EFD: torch.Tensor,
-    ids_LK: torch.Tensor,
-) -> torch.Tensor:
-    scores_LK = (x_LD @ gate_ED.T).softmax(-1).gather(-1, ids_LK)
-    scores_LK = scores_LK / scores_LK.sum(-1, keepdim=True)
-    inner_LEF = F.silu(torch.einsum("ld,efd->lef", x_LD, w1_EFD)) * torch.einsum("ld,efd->lef", x_LD, w3_EFD)
-    out_LED = torch.einsum("lef,edf->led", inner_LEF, w2_EDF)
-    chosen_LKD = out_LED.gather(1, ids_LK[..., None].expand(-1, -1, x_LD.shape[1]))
-    return (chosen_LKD * scores_LK[..., None]).sum(1)
-
-
 @SEEDS
 @SIGNS
 @pytest.mark.parametrize("is_replayed", [False, True], ids=["own", "replayed"])
 def test_an_moe_layer(is_replayed: bool, sign: str, seed: int) -> None:
     torch.manual_seed(seed)
     moe, num_tokens = make_moe(), 600
-    names = ("w1_EFD", "w2_EDF", "w3_EFD")
-    weights = [moe.router.gate.weight, *(getattr(moe.routed_experts.inner_experts, name) for name in names)]
+    weights = moe_weights(moe)
     (x, *_), exact = leaves(normal(num_tokens, FACTS.hidden_size), *weights)
     grad = factors(num_tokens * FACTS.hidden_size, sign).view(num_tokens, -1).bfloat16()
     if is_replayed:
@@ -238,11 +231,8 @@ def test_an_moe_layer(is_replayed: bool, sign: str, seed: int) -> None:
         out = moe(x[None])[0]
     right = exact_moe(*exact, ids_LK)
     assert error(out, right) < 0.006
-    found = torch.autograd.grad(out, [x, *weights], grad)
     bounds = [0.006, 0.008, 0.006, 0.006, 0.006]
-    gradients = torch.autograd.grad(right, exact, grad.double())
-    for one, wanted, bound in zip(found, gradients, bounds, strict=True):
-        assert error(one, wanted) < bound
+    assert_gradients(out, [x, *weights], right, exact, grad, bounds=bounds)
 
 
 @SEEDS
@@ -256,9 +246,7 @@ def test_a_routers_scores(seed: int) -> None:
     right_LK = right_LK / right_LK.sum(-1, keepdim=True)
     torch.testing.assert_close(scores_BLK[0].double(), right_LK, rtol=1e-5, atol=1e-6)
     grad_LK = torch.randn(500, 8)
-    found = torch.autograd.grad(scores_BLK, (x, router.gate.weight), grad_LK[None])
-    for one, wanted in zip(found, torch.autograd.grad(right_LK, exact, grad_LK.double()), strict=True):
-        assert error(one, wanted) < 0.003
+    assert_gradients(scores_BLK[0], (x, router.gate.weight), right_LK, exact, grad_LK, bounds=[0.003] * 2)
 
 
 # Adapters
@@ -278,9 +266,7 @@ def test_adapters_of_a_linear_layer(sign: str, seed: int) -> None:
     (x, *_), (x64, a64, b64) = leaves(normal(1500, 96), *weights)
     grad = factors(1500 * 64, sign).view(1500, 64).bfloat16()
     right = x64 @ layer.weight.double().T + 2.0 * (x64 @ a64.T) @ b64.T
-    found = torch.autograd.grad(layer(x), [x, *weights], grad)
-    for one, wanted in zip(found, torch.autograd.grad(right, (x64, a64, b64), grad.double()), strict=True):
-        assert error(one, wanted) < 0.006
+    assert_gradients(layer(x), [x, *weights], right, (x64, a64, b64), grad, bounds=[0.006] * 3)
 
 
 @SEEDS
@@ -320,9 +306,7 @@ def test_adapters_of_experts(sign: str, seed: int) -> None:
     grad = factors(right.numel(), sign).view_as(right).bfloat16()
     out = experts(x, torch.tensor(counts))
     assert error(out, right) < 0.008
-    found = torch.autograd.grad(out, [x, *parameters.values()], grad)
-    for one, wanted in zip(found, torch.autograd.grad(right, exact, grad.double()), strict=True):
-        assert error(one, wanted) < 0.01
+    assert_gradients(out, [x, *parameters.values()], right, exact, grad, bounds=[0.01] * len(exact))
 
 
 # Attention, norms, embedding
@@ -344,17 +328,9 @@ def test_attention_over_packed_sequences(
     grad = factors(length * num_heads * size, sign).view(length, num_heads, size).bfloat16()
     masks = packed_sequences(positions_L[None])
     out = PackedAttention.Config().build()(*(x[None] for x in ours), attention_masks=masks)[0]
-    outs = []
-    for q, k, v in zip(*(x.split(lengths) for x in exact), strict=True):
-        k, v = (x.repeat_interleave(num_heads // num_kv_heads, 1) for x in (k, v))
-        scores = torch.einsum("qnh,knh->nqk", q, k) * size**-0.5
-        scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
-        outs.append(torch.einsum("nqk,knh->qnh", scores.softmax(-1), v))
-    right = torch.cat(outs)
+    right = masked_attention([x[None] for x in exact], positions_L[None])[0]
     assert error(out, right) < 0.004
-    found = torch.autograd.grad(out, ours, grad)
-    for one, wanted in zip(found, torch.autograd.grad(right, exact, grad.double()), strict=True):
-        assert error(one, wanted) < 0.003
+    assert_gradients(out, ours, right, exact, grad, bounds=[0.003] * 3)
 
 
 @SEEDS
@@ -371,10 +347,8 @@ def test_norms(num_tokens: int, sign: str, seed: int) -> None:
     grad = (grad * x.detach().sign() if sign == "one sign" else grad).bfloat16()
     right = exact[0] * (exact[0].square().mean(-1, keepdim=True) + 1e-6).rsqrt() * exact[1]
     out = norm(x)
-    found = [out, *torch.autograd.grad(out, (x, norm.weight), grad)]
-    wanted = [right, *torch.autograd.grad(right, exact, grad.double())]
-    for one, other in zip(found, wanted, strict=True):
-        assert error(one, other) < 0.004
+    assert error(out, right) < 0.004
+    assert_gradients(out, (x, norm.weight), right, exact, grad, bounds=[0.004] * 2)
 
 
 @SEEDS

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from forgeasync.config import BiasedRouting, LatentAttention
 from forgeasync.rollouts import NO_RECORD
 from forgeasync.trainer import ReplayRouter, replay, replay_routers, titan_config
-from tests.support.references import FACTS, make_moe, random_ids
+from tests.support.references import FACTS, exact_moe, make_moe, moe_weights, random_ids
 
 
 def run(router: ReplayRouter, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -51,6 +51,27 @@ def test_recorded_tokens_take_their_experts_and_the_others_choose() -> None:
     torch.testing.assert_close(scores.double(), expected, atol=1e-6, rtol=1e-5)
     same = (forced.sort(-1).values == own_ids.sort(-1).values).all(-1)
     assert router.replay_counts.tolist() == [89, int((has_record & ~same).sum())]
+
+
+@pytest.mark.parametrize("scale", [1.0, 6.0, 30.0])
+@pytest.mark.parametrize("own_choice", [True, False], ids=["own", "other"])
+def test_a_layer_with_replay_on_large_inputs(scale: float, own_choice: bool) -> None:
+    """Other experts than the router's own can have scores of exactly 0 in float32."""
+    moe = make_moe()
+    torch.manual_seed(1)
+    x_BLD = (torch.randn(1, 40, FACTS.hidden_size) * scale).requires_grad_()
+    ids_BLK = moe.router(x_BLD)[1] if own_choice else random_ids(1, 40)
+    with moe.router.replay(ids_BLK):
+        out_BLD = moe(x_BLD)
+    grad_BLD = torch.randn(out_BLD.shape)
+    inputs = [x_BLD, *moe_weights(moe)]
+    ours = (out_BLD[0], *torch.autograd.grad(out_BLD, inputs, grad_BLD))
+    x_LD, *weights = (tensor.double() for tensor in (x_BLD[0], *inputs[1:]))
+    exact_LD = exact_moe(x_LD, *weights, ids_BLK[0])
+    exact = (exact_LD, *torch.autograd.grad(exact_LD, inputs, grad_BLD[0].double()))
+    for one, other in zip(ours, exact, strict=True):
+        largest = other.abs().max().item()
+        torch.testing.assert_close(one.double(), other.double(), atol=1e-5 * scale * largest, rtol=0)
 
 
 def test_the_context_ends_with_an_error_too() -> None:

@@ -61,13 +61,6 @@ def write(memory: CutMemory, version: int, layout: SnapshotLayout) -> None:
     finish(memory, version=version, digest=layout.digest)  # type: ignore[arg-type]
 
 
-def test_places_do_not_overlap_and_are_aligned() -> None:
-    ends = [part.offset + part.num_bytes for part in LAYOUT.parts]
-    assert [part.num_bytes for part in LAYOUT.parts] == [60, 4, 7]
-    assert [part.offset for part in LAYOUT.parts] == [HEADER_BYTES, HEADER_BYTES + 64, HEADER_BYTES + 128]
-    assert ends[-1] <= LAYOUT.num_bytes == HEADER_BYTES + 192
-
-
 @pytest.mark.parametrize("before", [None, 3])
 def test_a_writer_killed_at_any_byte_leaves_no_snapshot_and_no_other_one(before: int | None) -> None:
     for num_bytes in range(8 + 192 + 64):
@@ -102,13 +95,6 @@ def test_a_snapshot_of_another_layout_is_none() -> None:
     assert read_version(memoryview(memory), digest=other.digest) is None
     longer = bytearray(memory) + bytes(64)
     assert read_version(memoryview(longer), digest=LAYOUT.digest) is None
-
-
-def test_the_newest_that_all_have() -> None:
-    assert newest_common([{4, 3}, {3, 2}], at_most=9) == 3
-    assert newest_common([{4, 3}, {4, 3}], at_most=3) == 3
-    assert newest_common([{4, 3}, {2}], at_most=9) is None
-    assert newest_common([set()], at_most=9) is None
 
 
 NUM_RANKS = 3

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forgeasync.algorithms import Gspo, Loss, PpoClip, RowTokens, Topr
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import (
     NUM_WORST,
@@ -24,8 +23,8 @@ from forgeasync.rollouts import (
 from forgeasync.trainer import StepResult, TrainingSequence, pack_row
 from tests.support.layouts import own_choices
 from tests.support.processes import run_ranks
-from tests.support.tokens import make_tokens
-from tests.support.trainers import make_sequences, make_trainer, whole
+from tests.support.references import reference, reference_entropies
+from tests.support.trainers import make_sequences, make_trainer, named_tensors
 
 TEMPERATURE = 0.7
 VERSION = 5
@@ -64,7 +63,7 @@ def _observe(folder: Path) -> Observed:
         trainer = make_trainer(folder, temperature=TEMPERATURE)
         trainer.state.policy_version = VERSION
         results.append(trainer.train_step([pack_row(some[:3]), pack_row(some[3:])]))
-        weights.append({name: whole(parameter) for name, parameter in trainer.model.named_parameters()})
+        weights.append(named_tensors(trainer))
     assert results[2].tokens == TokenReport()
     return Observed(
         sequences=sequences,
@@ -94,17 +93,13 @@ def _expected(folder: Path, sequence: TrainingSequence) -> Expected:
     with torch.no_grad():
         out = model(ids[None], output_router_logits=True)
     assert sequence.kept_tokens is not None
-    logprobs, entropies = [], []
-    for index, token in enumerate(sequence.response_ids_T.tolist()):
-        row = out.logits[0][len(sequence.prompt_ids_P) - 1 + index] / TEMPERATURE
-        kept = sequence.kept_tokens.row(index).tolist() or list(range(len(row)))
-        logs = torch.log_softmax(row[kept], 0)
-        logprobs.append(float(logs[kept.index(token)]))
-        entropies.append(float(-(logs.exp() * logs).sum()))
+    logits_TV = out.logits[0][len(sequence.prompt_ids_P) - 1 : -1]
+    kept = (torch.from_numpy(sequence.kept_tokens.offsets), torch.from_numpy(sequence.kept_tokens.ids_N))
+    response_ids_T = torch.from_numpy(sequence.response_ids_T)
     top = out.router_logits[0].topk(3, dim=-1).indices
     return Expected(
-        logprobs_T=np.array(logprobs),
-        entropies_T=np.array(entropies),
+        logprobs_T=reference(logits_TV, response_ids_T, *kept, TEMPERATURE).numpy(),
+        entropies_T=reference_entropies(logits_TV, *kept, TEMPERATURE).numpy(),
         own_experts=[set(one.tolist()) for one in top],
     )
 
@@ -173,50 +168,10 @@ def test_decisions_of_the_first_layer(folder: Path, observed: Observed) -> None:
     assert seen == set(Decision)
 
 
-def _disagreements(folder: Path) -> tuple[StepResult, int]:
-    """A step on one sequence of which every replayed decision is one that predicts a token."""
-    sequence = make_sequences(1, read_model_facts(str(folder)))[0]
-    prompt_ids_P = sequence.prompt_ids_P[-1:]
-    assert sequence.expert_ids_SMK is not None
-    expert_ids_SMK = sequence.expert_ids_SMK[-len(sequence.response_ids_T) - 1 :].copy()
-    expert_ids_SMK[-1] = -1
-    short = dataclasses.replace(sequence, prompt_ids_P=prompt_ids_P, expert_ids_SMK=expert_ids_SMK)
-    return make_trainer(folder).train_step([pack_row([short])]), len(short.response_ids_T)
-
-
-def test_disagreement_is_that_of_the_metric(folder: Path) -> None:
-    result, num_tokens = run_ranks(1, _disagreements, folder)[0]
-    decisions_MN = result.tokens.branches[0].values.decisions_MN
-    assert decisions_MN is not None and decisions_MN.shape == (2, num_tokens)
-    for layer, decisions_N in enumerate(decisions_MN):
-        share = (decisions_N == Decision.OTHER).sum() / (decisions_N != Decision.OWN).sum()
-        assert result.metrics[f"routing/disagreement_share_layer_{layer:02d}"] == pytest.approx(share)
-
-
 def test_asking_changes_no_bit_of_the_step(observed: Observed) -> None:
     assert observed.weights.keys() == observed.weights_unasked.keys()
     for name, weight in observed.weights.items():
         assert torch.equal(weight, observed.weights_unasked[name]), name
-
-
-def _row(mask: list[bool]) -> RowTokens:
-    logprobs_T = torch.tensor([-1.0, -2.0, -0.5, -4.0])
-    return make_tokens(
-        logprobs_T,
-        behavior_logprobs_T=torch.tensor([-1.5, -1.0, -0.5, -50.0]),
-        advantages_T=torch.tensor([1.0, 1.0, -1.0, -1.0]),
-        mask_T=torch.tensor(mask),
-        sequence_ids_T=torch.tensor([0, 0, 1, 1]),
-    )
-
-
-def test_ratios_are_those_of_the_objective() -> None:
-    row = _row([True, True, True, True])
-    e = np.exp
-    assert PpoClip().importance_ratios(row).numpy() == pytest.approx([e(0.5), e(-1), 1.0, e(20)], rel=1e-5)
-    assert Gspo().importance_ratios(row).numpy() == pytest.approx([e(-0.25)] * 2 + [e(20)] * 2, rel=1e-5)
-    assert Topr().importance_ratios(row).numpy() == pytest.approx([e(-0.5)] * 2 + [1.0] * 2, rel=1e-5)
-    assert Loss().objective.importance_ratios(_row([False] * 4)).tolist() == [1.0] * 4
 
 
 def _worst_token(group_id: int, mismatch: float) -> WorstToken:

@@ -1,6 +1,7 @@
 """Versions from staging buffers into a receive buffer: whole, checked, and no more bytes than asked for."""
 
 import asyncio
+import functools
 import math
 import multiprocessing
 import os
@@ -8,6 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,6 @@ from hypothesis import strategies as st
 
 from forgeasync.files import SHARED_MEMORY
 from forgeasync.weights import (
-    ALONE,
     BLOCK_BYTES,
     SEGMENT_BYTES,
     Arrived,
@@ -38,7 +39,7 @@ from forgeasync.weights import (
     received_images,
     whole_tensors,
 )
-from tests.support.weight_service import connected, constant, make_fetcher, publish_and_die
+from tests.support.weight_service import constant, make_fetcher, make_manifest, publish_and_die
 
 ROWS = 300
 SHAPES = {"big": (2 * ROWS, 1024), "experts": (64, 96), "norm": (7,)}
@@ -56,6 +57,7 @@ class Publisher:
     """Two ranks: each has half of the big tensor's rows; one the experts, the other the norm."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.folder = folder
         big = ROWS * 1024 * dtype.itemsize
         names = tuple(f"expert{i}" for i in range(NUM_EXPERTS))
         box = Box(start=(0, 0), size=SHAPES["experts"])
@@ -79,47 +81,19 @@ class Publisher:
             self.buffers[0].begin(slot, [weights["big"][:ROWS], weights["experts"]]).finish(),
             self.buffers[1].begin(slot, [transposed, weights["norm"]]).finish(),
         ]
-        return Manifest(
-            version=version,
-            slot=slot,
-            layout_digest=self.layout.digest,
-            checksums=tuple(staged),
-            waited_s=0.0,
-            staging_s=0.0,
-        )
+        return make_manifest(self.layout, version, slot, *staged)
 
-    def fetcher(
-        self,
-        folder: Path,
-        *,
-        delta: bool = False,
-        transport: type[SharedMemoryTransport] | None = None,
-        unneeded: int | None = None,
-        receive_buffer: ReceiveBuffer | None = None,
-        share: HostShare = ALONE,
-    ) -> tuple[WeightFetcher, ReceiveBuffer]:
-        """``unneeded`` is a block that the engine takes of no rank."""
-        receive_buffer = receive_buffer or ReceiveBuffer(folder / "receive-buffer", self.layout)
-        fetcher = WeightFetcher(
-            layout=self.layout,
-            needed=[np.arange(rank.num_blocks) != unneeded for rank in self.layout.ranks],
-            num_bytes_needed=self.layout.num_bytes,
-            receive_buffer=receive_buffer,
-            transports={
-                rank.rank: connected(
-                    transport or SharedMemoryTransport,
-                    rank,
-                    StagingSource(host_id="h", paths=buffer.paths),
-                )
-                for rank, buffer in zip(self.layout.ranks, self.buffers, strict=True)
-            },
-            delta=delta,
-            share=share,
-        )
-        return fetcher, receive_buffer
+    @functools.cached_property
+    def receive_buffer(self) -> ReceiveBuffer:
+        return ReceiveBuffer(self.folder / "receive-buffer", self.layout)
 
-    def assert_received(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        found = dict(whole_tensors(self.layout, received_images(folder / "receive-buffer", self.layout)))
+    def fetcher(self, **options: Any) -> WeightFetcher:
+        """Of ``receive_buffer``; ``options`` are those of ``make_fetcher``."""
+        sources = [StagingSource(host_id="h", paths=buffer.paths) for buffer in self.buffers]
+        return make_fetcher(self.layout, sources, self.receive_buffer, **options)
+
+    def assert_received(self, weights: dict[str, torch.Tensor]) -> None:
+        found = dict(whole_tensors(self.layout, received_images(self.receive_buffer.path, self.layout)))
         expected = {f"expert{i}": weights["experts"][i] for i in range(NUM_EXPERTS)}
         expected |= {"big": weights["big"], "norm": weights["norm"]}
         assert set(found) == set(expected)
@@ -134,7 +108,7 @@ def fetch(fetcher: WeightFetcher, manifest: Manifest) -> FetchReport:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_versions_arrive_bit_for_bit_in_the_generators_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     publisher = Publisher(tmp_path, dtype)
-    fetcher, _ = publisher.fetcher(tmp_path)
+    fetcher = publisher.fetcher()
     for version in range(1, 5):
         # The last is as the one before it: without a delta everything moves again.
         weights = make_weights(min(version, 3))
@@ -142,7 +116,7 @@ def test_versions_arrive_bit_for_bit_in_the_generators_dtype(tmp_path: Path, dty
         assert report.is_complete and report.num_bad_blocks == 0
         assert report.num_bytes_moved == publisher.num_bytes
         assert report.num_bytes_needed == publisher.layout.num_bytes
-        publisher.assert_received(tmp_path, weights)
+        publisher.assert_received(weights)
 
 
 def test_files_are_private_and_what_is_never_fetched_takes_no_memory(tmp_path: Path) -> None:
@@ -150,26 +124,26 @@ def test_files_are_private_and_what_is_never_fetched_takes_no_memory(tmp_path: P
     umask = os.umask(0)
     try:
         publisher = Publisher(tmp_path)
-        _, receive_buffer = publisher.fetcher(tmp_path)
+        received = publisher.receive_buffer.path
     finally:
         os.umask(umask)
     staging = [path for buffer in publisher.buffers for path in buffer.paths]
-    assert {path.stat().st_mode & 0o777 for path in (receive_buffer.path, *staging)} == {0o600}
-    assert receive_buffer.path.stat().st_blocks == 0
+    assert {path.stat().st_mode & 0o777 for path in (received, *staging)} == {0o600}
+    assert received.stat().st_blocks == 0
     assert all(path.stat().st_blocks > 0 for path in staging)
 
 
 def test_a_buffer_overwritten_while_it_is_read_is_noticed(tmp_path: Path) -> None:
     """A reader whose lease ran out: what it copied is not the version that it was promised."""
     publisher = Publisher(tmp_path)
-    fetcher, _ = publisher.fetcher(tmp_path)
+    fetcher = publisher.fetcher()
     promised = publisher.publish(1, 0, make_weights(1))
     publisher.publish(2, 0, make_weights(2))
     report = fetch(fetcher, promised)
     assert not report.is_complete and report.num_bad_blocks > 0
     weights = make_weights(3)
     assert fetch(fetcher, publisher.publish(3, 1, weights)).is_complete
-    publisher.assert_received(tmp_path, weights)
+    publisher.assert_received(weights)
 
 
 class FlippingTransport(SharedMemoryTransport):
@@ -192,18 +166,16 @@ class FlippingTransport(SharedMemoryTransport):
 def test_a_bad_block_is_counted_and_fetched_again(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path)
     FlippingTransport.is_done = False
-    fetcher, _ = publisher.fetcher(tmp_path, transport=FlippingTransport)
     weights = make_weights(1)
-    report = fetch(fetcher, publisher.publish(1, 0, weights))
+    report = fetch(publisher.fetcher(transport=FlippingTransport), publisher.publish(1, 0, weights))
     assert report.is_complete and report.num_bad_blocks == 1
     assert report.num_bytes_moved == publisher.num_bytes + BLOCK_BYTES
-    publisher.assert_received(tmp_path, weights)
+    publisher.assert_received(weights)
 
 
 def test_what_the_engine_does_not_take_is_not_moved(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path)
-    fetcher, _ = publisher.fetcher(tmp_path, unneeded=1)
-    report = fetch(fetcher, publisher.publish(1, 0, make_weights(1)))
+    report = fetch(publisher.fetcher(unneeded=1), publisher.publish(1, 0, make_weights(1)))
     assert report.is_complete and report.num_bytes_moved == publisher.num_bytes - 2 * BLOCK_BYTES
 
 
@@ -224,7 +196,7 @@ class FailingTransport(SharedMemoryTransport):
 def test_blocks_that_a_failed_fetch_overwrote_are_not_held(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path)
     FailingTransport.is_failing = False
-    fetcher, _ = publisher.fetcher(tmp_path, delta=True, transport=FailingTransport)
+    fetcher = publisher.fetcher(delta=True, transport=FailingTransport)
     weights = make_weights(1)
     assert fetch(fetcher, publisher.publish(1, 0, weights)).is_complete
     FailingTransport.is_failing = True
@@ -234,12 +206,12 @@ def test_blocks_that_a_failed_fetch_overwrote_are_not_held(tmp_path: Path) -> No
     FailingTransport.is_failing = False
     # The same bytes as version 1, which is not what lies in the receive buffer by now.
     assert fetch(fetcher, publisher.publish(3, 0, weights)).is_complete
-    publisher.assert_received(tmp_path, weights)
+    publisher.assert_received(weights)
 
 
 def test_a_delta_moves_the_blocks_that_changed(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path)
-    fetcher, _ = publisher.fetcher(tmp_path, delta=True)
+    fetcher = publisher.fetcher(delta=True)
     weights = make_weights(1)
     first = fetch(fetcher, publisher.publish(1, 0, weights))
     assert first.num_bytes_moved == publisher.num_bytes
@@ -250,7 +222,7 @@ def test_a_delta_moves_the_blocks_that_changed(tmp_path: Path) -> None:
     weights["big"][ROWS // 2, 3] += 1
     report = fetch(fetcher, publisher.publish(4, 1, weights))
     assert report.is_complete and report.num_bytes_moved == 2 * BLOCK_BYTES
-    publisher.assert_received(tmp_path, weights)
+    publisher.assert_received(weights)
 
 
 @settings(max_examples=20, deadline=None)
@@ -263,24 +235,22 @@ def test_a_delta_moves_the_blocks_that_changed(tmp_path: Path) -> None:
 def test_deltas_add_up_to_the_whole(
     tmp_path_factory: pytest.TempPathFactory, changes: list[list[int]], missed: set[int]
 ) -> None:
-    folder = tmp_path_factory.mktemp("delta")
-    publisher = Publisher(folder)
-    fetcher, _ = publisher.fetcher(folder, delta=True)
+    publisher = Publisher(tmp_path_factory.mktemp("delta"))
+    fetcher = publisher.fetcher(delta=True)
     weights = make_weights(0)
     for version, elements in enumerate(changes):
         weights["big"].view(-1)[elements] += 1
         manifest = publisher.publish(version, version % 2, weights)
         if version not in missed:
             assert fetch(fetcher, manifest).is_complete
-            publisher.assert_received(folder, weights)
+            publisher.assert_received(weights)
 
 
 def test_a_manifest_of_another_layout_is_refused(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path)
-    fetcher, _ = publisher.fetcher(tmp_path)
     manifest = publisher.publish(1, 0, make_weights(1))
     with pytest.raises(ValueError, match="version 1 was published in layout other"):
-        fetch(fetcher, replace(manifest, layout_digest="other"))
+        fetch(publisher.fetcher(), replace(manifest, layout_digest="other"))
 
 
 def test_more_than_the_shared_memory_has_is_refused() -> None:
@@ -327,15 +297,12 @@ def test_two_generators_fetch_a_version_into_one_buffer(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path)
     weights = make_weights(1)
     manifest = publisher.publish(1, 0, weights)
-    receive_buffer, reports = None, []
-    for index in range(2):
-        fetcher, receive_buffer = publisher.fetcher(
-            tmp_path, receive_buffer=receive_buffer, share=HostShare(index=index, count=2)
-        )
-        reports.append(fetch(fetcher, manifest))
-        assert reports[-1].is_complete
-        assert reports[-1].num_bytes_moved < publisher.num_bytes, "a share is not all"
-    publisher.assert_received(tmp_path, weights)
+    shares = [HostShare(index=index, count=2) for index in range(2)]
+    reports = [fetch(publisher.fetcher(share=share), manifest) for share in shares]
+    for report in reports:
+        assert report.is_complete
+        assert report.num_bytes_moved < publisher.num_bytes, "a share is not all"
+    publisher.assert_received(weights)
     joined = merge_host_reports(reports)
     assert joined.is_complete and joined.num_bytes_moved == publisher.num_bytes
     assert joined.num_bytes_needed == reports[0].num_bytes_needed
@@ -350,6 +317,6 @@ def test_a_publisher_that_dies_half_way_leaves_the_version_before(tmp_path: Path
     process.join()
     assert process.exitcode == -9
     receive_buffer = ReceiveBuffer(tmp_path / "receive-buffer", layout)
-    report = asyncio.run(make_fetcher(layout, source, receive_buffer).fetch(manifest))
+    report = asyncio.run(make_fetcher(layout, [source], receive_buffer).fetch(manifest))
     assert report.is_complete
     assert (receive_buffer.image(0).view(torch.float32) == constant(1)).all()

@@ -13,11 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.config import (
-    BUILT_IN_TRANSPORTS,
-    TransportChoice,
-    WeightsSection,
-)
+from forgeasync.config import BUILT_IN_TRANSPORTS, TransportChoice, WeightsSection
 from forgeasync.controller import check
 from forgeasync.models import check_config
 from forgeasync.schema import ConfigError, PythonCode
@@ -27,7 +23,6 @@ from forgeasync.weights import (
     Arrived,
     AutoTransport,
     ByteRange,
-    Manifest,
     NamedWeight,
     RankSource,
     RankStaging,
@@ -47,7 +42,7 @@ from forgeasync.weights import (
     whole_tensors,
 )
 from tests.support.config_samples import FACTS, minimal_config, only
-from tests.support.weight_service import write_own_transport
+from tests.support.weight_service import make_manifest, write_own_transport
 
 HOST = "here"
 
@@ -90,15 +85,7 @@ async def carry(choice: TransportChoice, folder: Path, num_versions: int) -> lis
     for version in range(1, num_versions + 1):
         slot = version % 2
         staged = await publisher.begin(slot, version, named(make_weights(version))).finished()
-        manifest = Manifest(
-            version=version,
-            slot=slot,
-            layout_digest=layout.digest,
-            checksums=(staged.checksums,),
-            waited_s=0.0,
-            staging_s=staged.staging_s,
-        )
-        report = await fetcher.fetch(manifest)
+        report = await fetcher.fetch(make_manifest(layout, version, slot, staged.checksums))
         assert report.is_complete and report.num_bad_blocks == 0
         # Later reads are asked for ranges that start in the middle of the buffer.
         assert (report.num_bytes_moved == publisher.layout.num_bytes) is (version == 1)

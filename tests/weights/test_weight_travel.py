@@ -1,10 +1,11 @@
 """Twenty random updates under load: every engine ends with the trainer's weights, bit for bit.
 
 Real processes: trainer meshes of several layouts, one or two generators that sample all the while, each
-transport.
+transport. Rollouts travel back through the payload store, with routing and kept sets recorded and replayed.
 """
 
 import asyncio
+import functools
 import itertools
 import os
 from dataclasses import dataclass
@@ -27,10 +28,7 @@ from forgeasync.models import read_model_facts
 from forgeasync.runtime import (
     CancelledGroup,
     GeneratorRouter,
-    LocalHosts,
-    ProcessManager,
     RefusedGroup,
-    SampledResponse,
     TrainerMesh,
     connect_weights,
 )
@@ -38,7 +36,8 @@ from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.trainer import assign_rows, items_of, whole_response
 from forgeasync.weights import FetchReport, WeightExchange, WeightLedger
 from tests.support.engines import assert_engine_holds
-from tests.support.trainer_and_generators import start_both
+from tests.support.peft_adapters import write_merged
+from tests.support.trainer_and_generators import both_running
 from tests.support.trainers import random_rows
 from tests.support.weight_service import write_own_transport
 
@@ -92,19 +91,6 @@ CASES = {
     ),
     SERVED: Case(parallel=EP2, transport="auto", num_generators=1, lora=("q_proj", "v_proj", "o_proj")),
 }
-
-
-@dataclass(slots=True, kw_only=True)
-class Seen:
-    """What one case ended with."""
-
-    parameters: list[list[dict[str, torch.Tensor]]]
-    fresh_metrics: dict[str, float]
-    """Of a step on what was sampled under the last version."""
-    fetches: list[FetchReport]
-    span_versions: list[tuple[int, ...]]
-    seeded: list[tuple[SampledResponse, ...]]
-    """Responses to one prompt with one seed, twice."""
 
 
 PROMPT = np.arange(3, 9, dtype=np.int32)
@@ -162,56 +148,25 @@ async def _catch_up(trainer: TrainerMesh, exchange: WeightExchange) -> None:
         await exchange.publish(trainer.stage_weights)
 
 
-async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> Seen:
-    facts = read_model_facts(str(folder))
-    manager = ProcessManager(out / "logs", LocalHosts(trainer_id=case.trainer_host))
-    try:
-        trainer, generators = await start_both(manager, config, folder)
-        await trainer.connect(generators)
-        await connect_weights(manager, config, trainer, generators)
-        exchange = WeightExchange(WeightLedger(lease_timeout_s=config.weights.lease_timeout_s))
-        fetches: list[FetchReport] = []
-        spans: list[tuple[int, ...]] = []
-        is_done = asyncio.Event()
-        catching_up = asyncio.create_task(_catch_up(trainer, exchange))
-        async with asyncio.TaskGroup() as load:
-            for _ in range(2):
-                load.create_task(_load(generators, is_done, spans))
-            async with asyncio.TaskGroup() as work:
-                work.create_task(_publish(trainer, exchange, facts.vocab_size))
-                for host in range(generators.num_hosts):
-                    work.create_task(_serve(host, exchange, generators, fetches))
-            is_done.set()
-        catching_up.cancel()
-        await trainer.save_hf(out / "exported", source=folder)
-        return Seen(
-            parameters=[await replica.actor.parameters.call_one() for replica in generators.pool.replicas],
-            fetches=fetches,
-            span_versions=spans,
-            seeded=[
-                await generators.respond(PROMPT, num_samples=4, sampling=SAMPLING, seed=7) for _ in range(2)
-            ],
-            fresh_metrics=await _train_on_fresh(trainer, generators),
-        )
-    finally:
-        await manager.close()
-
-
-def exported_weights(folder: Path, exported: Path, lora: LoraSection | None) -> dict[str, torch.Tensor]:
-    """What was exported; of adapters the base folder's tensors plus (alpha / rank) B A."""
-    if lora is None:
-        return load_file(exported / "model-00001-of-00001.safetensors")
-    tensors, stored = (
-        load_file(folder / "model.safetensors"),
-        load_file(exported / "adapter_model.safetensors"),
-    )
-    for name, a in stored.items():
-        if "lora_A" in name:
-            b = stored[name.replace("lora_A", "lora_B")]
-            target = name.removeprefix("base_model.model.").replace(".lora_A", "")
-            product = lora.alpha / lora.rank * b.double() @ a.double()
-            tensors[target] = (tensors[target].double() + product).float()
-    return tensors
+async def _update_under_load(
+    trainer: TrainerMesh, generators: GeneratorRouter, config: RunConfig, vocab_size: int
+) -> tuple[list[FetchReport], list[tuple[int, ...]]]:
+    """All fetches, and the versions of every response that was sampled meanwhile."""
+    exchange = WeightExchange(WeightLedger(lease_timeout_s=config.weights.lease_timeout_s))
+    fetches: list[FetchReport] = []
+    spans: list[tuple[int, ...]] = []
+    is_done = asyncio.Event()
+    catching_up = asyncio.create_task(_catch_up(trainer, exchange))
+    async with asyncio.TaskGroup() as load:
+        for _ in range(2):
+            load.create_task(_load(generators, is_done, spans))
+        async with asyncio.TaskGroup() as work:
+            work.create_task(_publish(trainer, exchange, vocab_size))
+            for host in range(generators.num_hosts):
+                work.create_task(_serve(host, exchange, generators, fetches))
+        is_done.set()
+    catching_up.cancel()
+    return fetches, spans
 
 
 REPRESENTATIVE = ("ep2-rdma-1_generator",)
@@ -223,7 +178,7 @@ REPRESENTATIVE = ("ep2-rdma-1_generator",)
     "name",
     [pytest.param(name, marks=[] if name in REPRESENTATIVE else pytest.mark.exhaustive) for name in CASES],
 )
-def test_engines_end_with_the_trainers_weights(
+async def test_engines_end_with_the_trainers_weights(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
@@ -232,7 +187,7 @@ def test_engines_end_with_the_trainers_weights(
         transport = write_own_transport(tmp_path, "own_transport_of_procs")
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    folder = write_tiny_model(tmp_path / "hf", scale=3.0)
+    folder, out = write_tiny_model(tmp_path / "hf", scale=3.0), tmp_path / "exported"
     base = tiny_config(folder)
     config = base.model_copy(
         update={
@@ -243,25 +198,43 @@ def test_engines_end_with_the_trainers_weights(
             "lora": LoraSection(rank=4, alpha=8.0, targets=case.lora) if case.lora else None,
         }
     )
-    seen = asyncio.run(_scenario(config, case, folder, tmp_path))
     before = load_file(folder / "model.safetensors")
-    exported = exported_weights(folder, tmp_path / "exported", config.lora)
-    changed = [name for name in before if not torch.equal(before[name], exported[name])]
-    # Of adapted layers: two of attention, two with four experts.
-    num_adapted = sum(2 if target[0] in "qkvo" else 8 for target in case.lora)
-    assert len(changed) == (num_adapted or len(before))
-    for workers in seen.parameters if name != SERVED else ():
-        assert_engine_holds(workers, exported, atol=1e-6 if case.lora else 0.0)
-    # Through the same experts and over the same kept sets, the ratio of fresh data is 1 up to rounding.
-    assert seen.fresh_metrics["mismatch/logprob_abs_max"] < 1e-4
-    assert seen.fresh_metrics["routing/recorded_share"] == 1.0
-    full_bytes = sum(tensor.nbytes for tensor in exported.values())
-    assert not case.lora or max(fetch.num_bytes_moved for fetch in seen.fetches) < full_bytes / 2
-    assert all(fetch.is_complete for fetch in seen.fetches)
-    assert len(list(tmp_path.glob("rank-*-slot-*"))) == (4 if case.transport is None else 0)
-    assert len(seen.fetches) > 1, "no version before the last was ever served"
-    assert all(list(spans) == sorted(set(spans)) for spans in seen.span_versions)
-    assert any(len(spans) > 1 for spans in seen.span_versions), "no sequence was running during an update"
-    for first, second in zip(*seen.seeded, strict=True):
-        assert (first.response, first.versions) == (second.response, second.versions)
-        assert first.ids_T.tolist() == second.ids_T.tolist()
+    running = both_running(config, folder, tmp_path / "logs", trainer_host=case.trainer_host)
+    async with running as (processes, trainer, generators):
+        await trainer.connect(generators)
+        await connect_weights(processes, config, trainer, generators)
+        vocab_size = read_model_facts(str(folder)).vocab_size
+        fetches, spans = await _update_under_load(trainer, generators, config, vocab_size)
+        assert all(fetch.is_complete for fetch in fetches)
+        assert len(fetches) > 1, "no version before the last was ever served"
+        assert all(list(versions) == sorted(set(versions)) for versions in spans)
+        assert any(len(versions) > 1 for versions in spans), "no sequence was running during an update"
+        assert len(list(tmp_path.glob("rank-*-slot-*"))) == (4 if case.transport is None else 0)
+
+        await trainer.save_hf(out, source=folder)
+        file = out / "model-00001-of-00001.safetensors"
+        if config.lora is not None:
+            adapters = load_file(out / "adapter_model.safetensors")
+            file = write_merged(folder, adapters, config.lora, tmp_path / "merged") / "model.safetensors"
+        exported = load_file(file)
+        changed = [name for name in before if not torch.equal(before[name], exported[name])]
+        # Of adapted layers: two of attention, two with four experts.
+        num_adapted = sum(2 if target[0] in "qkvo" else 8 for target in case.lora)
+        assert len(changed) == (num_adapted or len(before))
+        for replica in generators.pool.replicas if name != SERVED else ():
+            workers = await replica.actor.parameters.call_one()
+            assert_engine_holds(workers, exported, atol=1e-6 if case.lora else 0.0)
+        full_bytes = sum(tensor.nbytes for tensor in exported.values())
+        assert not case.lora or max(fetch.num_bytes_moved for fetch in fetches) < full_bytes / 2
+
+        respond = functools.partial(generators.respond, PROMPT, num_samples=4, sampling=SAMPLING, seed=7)
+        for first, second in zip(await respond(), await respond(), strict=True):
+            assert (first.response, first.versions) == (second.response, second.versions)
+            assert first.ids_T.tolist() == second.ids_T.tolist()
+
+        # Through the same experts and over the same kept sets, the ratio of fresh data is 1 up to rounding.
+        metrics = await _train_on_fresh(trainer, generators)
+        assert metrics["mismatch/logprob_abs_max"] < 1e-4
+        assert metrics["routing/recorded_share"] == 1.0 and metrics["routing/num_without_record"] == 0.0
+        left = [file for one in processes.payload_folders for file in one.glob("*.group")]
+        assert left == [], "payloads are freed with their step"
