@@ -15,11 +15,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 MAX_LINES = 700
 
-MAX_DEEP_IMPORTS = 70
+MAX_DEEP_IMPORTS = 68
 """Imports past a front, in tests, benchmarks and examples: they patch a module or use a private name. Lower
 this number when you remove one; never raise it."""
 
-MAX_NAMES_FOR_TESTS = 486
+MAX_NAMES_FOR_TESTS = 479
 """Names that only tests import from a front. Lower this number when you remove one; never raise it: test what
 other rooms can see."""
 

@@ -35,16 +35,12 @@ from .forward import RowForward as RowForward
 from .hf_checkpoint import CONFIG_FILE as CONFIG_FILE
 from .hf_checkpoint import WEIGHTS_FILE as WEIGHTS_FILE
 from .hf_checkpoint import full_tensors as full_tensors
-from .hf_checkpoint import unstack_experts as unstack_experts
 from .logprobs import Predictions as Predictions
 from .logprobs import Targets as Targets
-from .lora import ATTENTION_MODULES as ATTENTION_MODULES
-from .lora import EXPERT_PARAMETERS as EXPERT_PARAMETERS
 from .lora import GroupedAdapter as GroupedAdapter
 from .lora import LoraExperts as LoraExperts
 from .lora import adapter_parameters as adapter_parameters
 from .lora import copy_whole as copy_whole
-from .lora import is_adapter as is_adapter
 from .model import LogprobHead as LogprobHead
 from .model import build_meta_model as build_meta_model
 from .model import build_parallel_dims as build_parallel_dims
@@ -88,5 +84,4 @@ from .workarounds.attention import attend as attend
 from .workarounds.attention import packed_sequences as packed_sequences
 from .workarounds.attention import part_metadata as part_metadata
 from .workarounds.experts import TrainingDtypeExperts as TrainingDtypeExperts
-from .workarounds.experts import grouped_mm as grouped_mm
 from .workarounds.rms_norm import CpuRMSNorm as CpuRMSNorm
