@@ -22,7 +22,7 @@ from forgeasync.planning import (
     trainer_parameters_per_rank,
 )
 from tests.support.config_samples import CONFIGS
-from tests.support.without_data import Case, Seen, build_device, look_at
+from tests.support.without_data import EAGER, Case, Seen, build_device, look_at
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -89,7 +89,7 @@ def _look(name: str, library: Path) -> Outcome:
         others = {other: case for other, case in CASES.items() if other != REPRESENTATIVE}
         _seen.update(look_at({name: CASES[name]} if name == REPRESENTATIVE else others, library))
     case = CASES[name]
-    config = load_config(CONFIGS / f"{case.config}.yaml", list(case.overrides))
+    config = load_config(CONFIGS / f"{case.config}.yaml", [*case.overrides, EAGER])
     facts = read_model_facts(config.model.path) if case.facts is None else QWEN3_32B
     num_dense = NUM_LAYERS if facts.num_experts == 0 else 0
     facts = replace(facts, num_layers=NUM_LAYERS, num_dense_layers=num_dense)

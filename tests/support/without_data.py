@@ -28,6 +28,9 @@ SOURCE = Path(__file__).with_name("pretended_cuda.cpp")
 
 REPOSITORY = SOURCE.parents[2]
 
+EAGER = "trainer.compile=false"
+"""torch compiles nothing for tensors without data."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -223,7 +226,7 @@ def _look(case: Case) -> Seen:
     from tests.support.live_tensors import LiveTensors
     from tests.support.trainers import local
 
-    config = load_config(REPOSITORY / "configs" / f"{case.config}.yaml", list(case.overrides))
+    config = load_config(REPOSITORY / "configs" / f"{case.config}.yaml", [*case.overrides, EAGER])
     facts = read_model_facts(config.model.path) if case.facts is None else ModelFacts(**case.facts)
     num_dense = case.num_layers if facts.num_experts == 0 else facts.num_dense_layers
     facts = replace(facts, num_layers=case.num_layers, num_dense_layers=num_dense)
