@@ -53,10 +53,14 @@ class Watched:
     def write_steps(self, *steps: int, step_s: float = 1.0) -> None:
         self.write("metrics.jsonl", *({"step": step, "time/step_s": step_s} for step in steps))
 
-    def look(self, *events: dict[str, Any]) -> list[Injected]:
+    def look(self, *events: dict[str, Any], num_looks: int = 5) -> list[Injected]:
         """What has been injected after some looks, once faults.jsonl has these lines more."""
         self._events += events
         self.write("faults.jsonl", *self._events)
-        for _ in range(5):
+        for _ in range(num_looks):
             self.injector.look()
         return self.injector.injected
+
+    @property
+    def num_ended_outages(self) -> int:
+        return len(list((self.out / "orders").glob("*.end")))

@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import chaos_injector
 import pytest
 from chaos_faults import HOST, KINDS, MOMENTS, SUPERVISED, Kind, Moment, plan
 from chaos_injector import Orders
@@ -102,6 +104,27 @@ def test_a_fault_waits_for_its_step_and_for_the_recovery_of_its_role(tmp_path: P
     witnessed = [json.loads(line) for line in (tmp_path / "witness.jsonl").read_text().splitlines()]
     assert witnessed == [dataclasses.asdict(one) for one in run.look()]
     assert [one["pid"] for one in witnessed] == [processes[0].pid, processes[2].pid]
+
+
+def test_a_disk_fails_again_once_all_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file that is refused in an outage has lines of its own."""
+    monkeypatch.setattr(chaos_injector, "OUTAGE_S", 0.0)
+    run = Watched(tmp_path, *(planned("storage", Kind.FULL_DISK) for _ in range(3)))
+    run.list_processes()
+    run.write_steps(1, step_s=0.0)
+    (tmp_path / "run.out").write_text("TensorBoard's files cannot be written: their lines come later\n" * 9)
+
+    def num_after(*events: tuple[str, Event, int]) -> int:
+        told = (event(role, time.time(), number) for role, event, number in events)
+        return len(run.look(*told, num_looks=50))
+
+    assert num_after() == 1 and not run.num_ended_outages, "nothing was refused that has a line"
+    assert num_after(("storage", detected, 0), ("storage", detected, 1), ("storage", recovered, 0)) == 1
+    assert run.num_ended_outages == 1
+    assert num_after(("storage", recovered, 1)) == 2
+    assert num_after(("storage", detected, 2), ("storage", detected, 3), ("storage", recovered, 2)) == 2
+    lost = ("controller", detected, 4), ("controller", recovered, 4)
+    assert num_after(*lost) == 3, "its outage is gone with it"
 
 
 def test_a_fault_within_an_evaluation_waits_for_one(tmp_path: Path, start: Start) -> None:

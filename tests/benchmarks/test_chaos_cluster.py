@@ -91,3 +91,22 @@ def test_a_long_partition_heals_once_noticed(tmp_path: Path, monkeypatch: pytest
     assert len(hosts.done) == 1, "a fault of long ago"
     run.look(detected(HOST, 1e12))
     assert hosts.done == [("long_partition", "node2"), ("repair", "node2")]
+
+
+def test_a_fault_of_a_host_is_undone_once_by_its_own_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("chaos_cluster.ask", lambda *command: asked.append(" ".join(command)) or "")
+    hosts = ClusterHosts(["node1", "node2"])
+    for kind in (Kind.SLOW_LINK, Kind.SHORT_PARTITION):
+        hosts.break_host("node2", kind)
+        hosts.repair("node2")
+    hosts.repair("node2")
+    limits = "root tbf rate 4mbit burst 32kb latency 200ms"
+    assert asked == [
+        f"ip netns exec node2 tc qdisc add dev eth0 {limits}",
+        f"tc qdisc add dev veth2 {limits}",
+        "ip netns exec node2 tc qdisc del dev eth0 root",
+        "tc qdisc del dev veth2 root",
+        "ip link set veth2 down",
+        "ip link set veth2 up",
+    ]

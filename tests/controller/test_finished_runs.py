@@ -1,4 +1,4 @@
-"""A run that has made all of its steps, and is resumed."""
+"""Runs that were done when they are resumed, and when a supervisor starts a run again (RestartPolicy)."""
 
 import signal
 from pathlib import Path

@@ -353,6 +353,19 @@ def test_losses_to_age_and_to_filters_are_not_given_up_groups() -> None:
         watch.given_up(DropReason.BAD_RECORD, "at once")
 
 
+def test_a_row_of_given_up_groups_has_its_own_first_problem_and_all_reasons() -> None:
+    watch = StarvationDetector(3)
+    watch.given_up(DropReason.BAD_RECORD, "before")
+    watch.came_through()
+    watch.given_up(DropReason.UNSCORED, "the first")
+    for reason in (*AGE_REASONS, DropReason.FILTERED):
+        watch.given_up(reason, "no matter")
+    watch.given_up(DropReason.OVERSIZED, "the second")
+    with pytest.raises(NothingTrains, match=r"3 groups in a row.*the first: the first") as ended:
+        watch.given_up(DropReason.BAD_RECORD, "the third")
+    assert all(f"1 {reason}" in str(ended.value) for reason in ("unscored", "oversized", "bad_record"))
+
+
 def test_a_run_that_filters_everything_says_so() -> None:
     """Filtered groups have a limit of their own."""
     filters = "algorithm.filters=[{kind: dynamic_sampling, min_std: 100.0}]"

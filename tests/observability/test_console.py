@@ -299,3 +299,10 @@ def test_between_steps_the_time_left_runs_down_and_new_values_are_shown() -> Non
     assert said["generators"].startswith("1 healthy")
     now_s = 500.0
     assert board.lines()[0].words.endswith("0 s left"), "never less"
+
+
+@pytest.mark.parametrize("num_columns", [60, 200])
+def test_step_lines_are_as_wide_as_the_terminal(num_columns: int) -> None:
+    line = make_line(step=1)
+    text = shown(lambda console: console.step(line), num_columns=num_columns)
+    assert line.format(60, min(num_columns, MAX_COLUMNS)) in text.splitlines()

@@ -118,7 +118,7 @@ def raw_config(variant: str) -> dict[str, object]:
 
 TAUGHT = {"distill_cpu", "self_distill_cpu"}
 REFUSED = {"serve_cpu", *TAUGHT}
-"""People do not come to a rehearsal (tests/plugins/serve/test_refusals.py), nor do teachers."""
+"""People do not come to a rehearsal (tests/plugins/serve/test_rules.py), nor do teachers."""
 
 REHEARSED = [file for file in sorted(CONFIGS.glob("*.yaml")) if file.stem not in REFUSED]
 
@@ -426,6 +426,8 @@ def test_what_becomes_of_a_config(overrides: Sequence[str], expected: dict[str, 
     facts = dataclasses.replace(FACTS, max_position_embeddings=9000)
     found = _listed(rehearsal_of(*overrides, facts=facts).config.model_dump(mode="json"), {})
     assert {key: found.get(key) for key in expected} == expected
+    for key in (key for key, value in expected.items() if value is None):
+        assert not [one for one in found if one.startswith(f"{key}.")], f"{key} is a section"
 
 
 def test_what_was_left_out_is_said() -> None:

@@ -376,6 +376,7 @@ def test_a_name_of_loopback_alone_is_refused(
             assert f"'head' has {', '.join(addresses)} only" in problems[0] and "/etc/hosts" in problems[0]
     here = SSH.model_copy(update={"hosts": HostNames(trainer=("me@one",), generators=("two",))})
     assert check_prerequisites(here) == []
+    assert check_prerequisites(LocalLauncher()) == check_prerequisites(ProcessLauncher(kind="process")) == []
 
 
 def test_a_run_is_refused_before_it_makes_anything(install: Install, tmp_path: Path) -> None:

@@ -183,12 +183,16 @@ async def test_ranks_that_wait_in_a_collective_for_one_that_has_failed_get_no_ot
     assert [one.num_calls for one in ranks] == [1 if is_stuck else 3] * 2
 
 
-async def test_rows_that_a_disk_refuses_are_told_with_the_step(tmp_path: Path) -> None:
+async def test_rows_of_a_bad_step_are_kept_or_the_reason_is_told(tmp_path: Path) -> None:
     (tmp_path / "bad_steps").touch()
     rank = SimpleNamespace(_bad_steps=tmp_path / "bad_steps", _rank=1)
     refused = await TrainerActor._keep_if_bad(rank, dataclasses.replace(RESULT, skip_reason="nan"), [])  # type: ignore[arg-type]
     assert refused.not_kept is not None and refused.not_kept.startswith("rows of trainer rank 1: ")
     assert await TrainerActor._keep_if_bad(rank, RESULT, []) == RESULT, "those of good steps are not kept"  # type: ignore[arg-type]
+    rank._bad_steps = tmp_path / "other"
+    kept = await TrainerActor._keep_if_bad(rank, dataclasses.replace(RESULT, skip_reason="nan"), [])  # type: ignore[arg-type]
+    assert kept.not_kept is None
+    assert [one.name for one in (tmp_path / "other").glob("step-*/*")] == ["rank-1.npz"]
 
 
 async def test_the_largest_rank_says_how_much_memory_a_step_takes_and_any_what_was_not_kept() -> None:

@@ -212,3 +212,12 @@ def test_one_that_ends_replicas_is_found_out_and_others_are_not_given_up() -> No
                 fates[one.item] = dispatcher.scored(one)
     assert fates.pop(5) is Fate.GIVEN_UP
     assert fates == dict.fromkeys(set(items) - {5}, Fate.SCORED)
+
+
+def test_what_is_deferred_holds_up_no_other() -> None:
+    dispatcher = make(max_in_flight=1, max_unavailable_s=60.0)
+    submitted(dispatcher, 2)
+    (away,) = assigned(dispatcher)
+    assert dispatcher.deferred(away, 0.0, 1.0) is Fate.AGAIN
+    (other,) = assigned(dispatcher)
+    assert other.item != away.item and dispatcher.scored(other) is Fate.SCORED

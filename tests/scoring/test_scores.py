@@ -32,6 +32,8 @@ class TestScore:
             ({"parts": {"a b": 1.0}}, "names.*not 'a b'"),
             ({"parts": {"mean": 1.0}}, "none of mean, num_.*, scored_mean, std; not 'mean'"),
             ({"parts": {3: 1.0}}, "names.*not '3'"),
+            ({"penalties": {"a": 0.5, "b": -0.1}}, "penalties of a score must be at least 0; 'b'"),
+            ({"penalties": {"tools": math.inf}}, "'tools' in penalties of a score must be finite"),
             ({"parts": [1.0]}, r"parts of a score must be numbers by name, not \[1.0\]"),
             ({"parts": {f"p{i}": 0.0 for i in range(65)}}, "at most 64, not 65"),
             ({"has_answer": 1}, "has_answer of a score must be true or false, not 1"),

@@ -26,6 +26,8 @@ def make_trainer(
 ) -> PolicyTrainer:
     """A trainer with adapters; unless ``is_fresh``, their B is not zero."""
     trainer = trainers.make_trainer(folder, parallel, lora=lora, **options)
+    trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in adapter_parameters(trainer.model)}, "all else is frozen"
     if is_fresh:
         return trainer
     generator = torch.Generator().manual_seed(1)

@@ -45,6 +45,7 @@ def test_logprobs_and_gradients_match_the_merged_model(
     torch.testing.assert_close(logprobs_T.double(), expected_T.detach(), atol=1e-4, rtol=0)
     (expected_T * torch.arange(1, len(expected_T) + 1)).sum().backward()
     of_weights = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    assert gradients.keys() == tensors.keys(), "every adapter has a gradient"
     for name, gradient in gradients.items():
         module, side, _ = name.rsplit(".", 2)
         weight_gradient = of_weight(module.removeprefix(PREFIX), of_weights)

@@ -185,6 +185,7 @@ def _by_hand(folder: Path) -> None:
         "policy/entropy": float(entropies[mask].double().mean()),
     }.items():
         assert result.metrics[key] == pytest.approx(value, rel=1e-5), key
+    assert gradients.keys() == named_tensors(trainer).keys()
     for name, gradient in named_tensors(trainer, gradients=True).items():
         torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
 

@@ -66,6 +66,7 @@ async def test_a_turn_is_shown_whole_and_comes_back_as_the_same_turn(
     calls = () if name == "no JSON" else turn.tool_calls
     assert api.calls(first) == [(one.name, one.arguments) for one in calls]
     assert api.reasoning(first) == (turn.reasoning or "") and api.text(first).startswith(turn.text)
+    assert name != "rich" or api.text(first) == turn.text, "and nothing else"
     assert all(broken.text in api.text(first) for broken in turn.broken_tool_calls)
     assert api.usage(first) == (11, 7)
     results = [result(one.id, "rain") for one in calls]

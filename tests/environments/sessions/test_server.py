@@ -341,14 +341,17 @@ async def judge(session: Session, body: Any) -> tuple[int, Any]:
 
 
 async def test_feedback_is_waited_for_and_the_wait_may_be_given_up() -> None:
-    async with serving(ScriptedAgent()) as (_, session):
+    async with serving(ScriptedAgent(answer=lambda _: say("ok"))) as (_, session):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(session.finished(), 0.01)
         first = {"score": 0.5, "comment": "half right", "finished": False}
         assert await judge(session, first) == (200, {"num_feedback": 1, "finished": False})
+        assert (await post(session))[0] == 200
         finished = asyncio.create_task(session.finished())
         assert await judge(session, {"score": 1}) == (200, {"num_feedback": 2, "finished": True})
         assert await finished == (Feedback(score=0.5, comment="half right"), Feedback(score=1.0))
+        assert (await post(session))[0] == (await judge(session, {"score": 1}))[0] == 410
+        assert len(session.feedback) == 2
 
 
 NESTED = [b'{"score": ' + b"[" * depth + b"]" * depth + b"}" for depth in range(700, 1000, 20)]

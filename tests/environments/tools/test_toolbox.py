@@ -351,3 +351,16 @@ def test_a_call_in_a_turn_has_the_agents_limit_and_a_loop_without_end_is_ended()
     assert converse(agent, spin).results[0].status is ToolStatus.TIMEOUT
     while num_stuck_calls():
         time.sleep(0.001)
+
+
+async def test_functions_that_block_run_side_by_side() -> None:
+    began = threading.Barrier(3)
+
+    def wait() -> str:
+        """Wait until three calls are in flight."""
+        began.wait()
+        return "met"
+
+    toolbox = Toolbox([Tool.from_function(wait)])
+    calls = [toolbox.call(call("wait", number), limit_s=300.0) for number in range(3)]
+    assert [result.content for result in await asyncio.gather(*calls)] == ["met"] * 3
