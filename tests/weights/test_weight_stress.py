@@ -1,4 +1,5 @@
-"""Every weight of version v is f(v): five hundred swaps under load, and no forward pass sees two versions.
+"""Every weight of version v is f(v): at least five hundred swaps under load, and no forward pass sees two
+versions.
 
 The engine runs in a process of its own together with the publisher; two further readers are stopped and
 killed, in the middle of their fetches too.
@@ -30,6 +31,8 @@ pytestmark = pytest.mark.exhaustive
 NUM_SWAPS = 500
 LEASE_TIMEOUT_S = 0.15
 NUM_READERS = 2
+NUM_COMPLETE = 20
+"""Fetches that readers complete."""
 NUM_TOKENS = 20
 """Fewer than the vocabulary has."""
 
@@ -48,6 +51,11 @@ class Seen:
     torn: list[int] = field(default_factory=list)
     """Versions that a reader took for complete although they were not."""
     num_expired_leases: int = 0
+
+    @property
+    def readers_are_done(self) -> bool:
+        """Whether the readers, which start slowly, have read, stopped and died."""
+        return self.num_complete > NUM_COMPLETE and self.num_killed > 0 and self.num_stopped > 0
 
 
 def _watch(model: torch.nn.Module, seen: Seen) -> None:
@@ -175,7 +183,7 @@ async def _stress(folder: Path, out: Path) -> Seen:
 
     async def serve() -> None:
         served = 0
-        while seen.num_swaps < NUM_SWAPS:
+        while seen.num_swaps < NUM_SWAPS or not seen.readers_are_done:
             async with exchange.lease(NUM_READERS, newer_than=served) as manifest:
                 report = await receiver.begin(manifest)
             served = manifest.version
@@ -217,7 +225,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def test_no_forward_pass_sees_two_versions(seen: Seen) -> None:
-    assert seen.num_swaps == NUM_SWAPS
+    assert seen.num_swaps >= NUM_SWAPS
     assert not seen.mixed, seen.mixed[:5]
     known = {constant(version) for version in range(251)}
     assert set(seen.passes) <= known
@@ -226,7 +234,7 @@ def test_no_forward_pass_sees_two_versions(seen: Seen) -> None:
 
 def test_no_reader_takes_a_torn_version_for_whole(seen: Seen) -> None:
     assert not seen.torn
-    assert seen.num_complete > 20
+    assert seen.num_complete > NUM_COMPLETE
 
 
 def test_the_publisher_outlives_readers_that_stop_or_die(seen: Seen) -> None:
