@@ -200,11 +200,9 @@ def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones() -> 
     ]
 
 
-@pytest.mark.parametrize(
-    ("trainer", "num_steps"), [(Trainer(skipped=(1, 3, 4)), 4), (Trainer(ends_run=2), 2)]
-)
-def test_skipped_steps_that_end_a_run_are_recorded(trainer: Trainer, num_steps: int) -> None:
-    recorder = Recorder()
+@pytest.mark.parametrize(("skips", "num_steps"), [({"skipped": (1, 3, 4)}, 4), ({"ends_run": 2}, 2)])
+def test_skipped_steps_that_end_a_run_are_recorded(skips: dict[str, object], num_steps: int) -> None:
+    trainer, recorder = Trainer(**skips), Recorder()
     cause = failure_of("max_steps=5", "trainer.bad_steps.max_in_a_row=2", trainer=trainer, recorder=recorder)
     assert isinstance(cause, BadStepsEndRun)
     assert len(trainer.steps) == len(recorder.batches) == num_steps
