@@ -12,6 +12,7 @@ The first part can go when the limit is not an error, the second when guards loo
 """
 
 import torch
+from torch.distributed.tensor import DTensor
 from torchtitan.models.common.decoder import Decoder
 
 MAX_GRAPHS = 64
@@ -21,5 +22,7 @@ MAX_GRAPHS = 64
 def prepare_compiled_layers(model: Decoder) -> None:
     """Prepare a model, after its layers were compiled and before its first forward pass."""
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
-    # A copy waits for the collective.
-    model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
+    # A copy waits for the collective. Without tensor parallelism there is none.
+    model.tok_embeddings.register_forward_hook(
+        lambda module, inputs, output: output.clone() if isinstance(output, DTensor) else output
+    )
