@@ -323,14 +323,9 @@ def _normal_scores(ordered: Sequence[float]) -> dict[float, float]:
 MAX_BYTES = 64 * 2**20
 
 
-def partial_of(file: Path) -> Path:
-    """Return the name of a profile's file while it is being written."""
-    return file.with_name(f"{file.name}.partial")
-
-
 def write_profile(profile: Profile, file: Path) -> None:
     """Write a profile; an existing file is replaced once the new one is complete."""
-    partial = partial_of(file)
+    partial = file.with_name(f"{file.name}.partial")
     partial.write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
     partial.replace(file)
 

@@ -7,16 +7,15 @@ from rich.table import Table
 
 from forgeasync.plugins.simulator.from_run import ProfiledRun
 from forgeasync.plugins.simulator.profile import Distribution, Estimate, Profile
-from forgeasync.plugins.simulator.shape import SimulatedRun
 from forgeasync.plugins.simulator.what_if import Split, SplitPlan, what_if
 
 
-def print_profile(profile: Profile, run: SimulatedRun, console: Console, *, steps: str | None = None) -> None:
-    """Print the times of a profile, and the predicted gains of single changes of a run.
+def print_profiled_run(profiled: ProfiledRun) -> None:
+    """Print the times of a run, its simulated step time, and the predicted gains of single changes.
 
-    Times are in milliseconds, with the half width of their 95 % intervals. ``steps`` is a line about the
-    measured steps.
+    Times are in milliseconds, with the half width of their 95 % intervals.
     """
+    profile, console = profiled.profile, Console()
     decode = _table("sequences", "tokens of context", "ms", "tokens/s")
     decode.title = f"decode steps on {profile.hardware}"
     for point in profile.decode:
@@ -34,9 +33,11 @@ def print_profile(profile: Profile, run: SimulatedRun, console: Console, *, step
     for name, times in _distributions(profile):
         others.add_row(name, _ms(times.mean), _number(times.at(0.05)), _number(times.at(0.95)))
     console.print(Group(decode, train, others, *_facts(profile)))
-    if steps is not None:
-        console.print(steps)
-    found = what_if(run, profile)
+    console.print(
+        f"steps of the run took {profiled.measured_s:.3g} s each; simulated with this profile "
+        f"{profiled.simulated_s:.3g} s"
+    )
+    found = what_if(profiled.run, profile)
     base = found.base
     console.print(
         f"predicted: {base.step_s:.3g} s a step, {base.trained_tokens_per_s:,.0f} tokens/s trained, "
@@ -48,15 +49,6 @@ def print_profile(profile: Profile, run: SimulatedRun, console: Console, *, step
         changes.add_row(gain.change.name, f"{gain.after_s:.3g}", f"{gain.share:.0%}")
     console.print(changes)
     console.print(found.verdict, soft_wrap=True, highlight=False)
-
-
-def print_profiled_run(found: ProfiledRun) -> None:
-    """Print the times of a run, its simulated step time, and the predicted gains of single changes."""
-    steps = (
-        f"steps of the run took {found.measured_s:.3g} s each; simulated with this profile "
-        f"{found.simulated_s:.3g} s"
-    )
-    print_profile(found.profile, found.run, Console(), steps=steps)
 
 
 def _table(*columns: str, left: str | None = None) -> Table:
