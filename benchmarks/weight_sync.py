@@ -24,7 +24,7 @@ from rich.table import Table
 import forgeasync as fa
 from forgeasync.testing import tiny_config
 
-TRANSPORTS = ("shared_memory", "rdma", "torchstore")
+TRANSPORTS = ("shared_memory", "rdma", "tcp", "torchstore")
 DIMENSIONS = ("hidden_size", "num_hidden_layers", "head_dim", "num_experts", "moe_intermediate_size")
 SIZES = {"2M": (128, 4, 32, 8, 128), "50M": (512, 7, 128, 16, 256), "500M": (1024, 6, 256, 32, 768)}
 """Dimensions of a Qwen3-MoE, by its number of parameters."""

@@ -13,6 +13,7 @@ BUILT_IN_TRANSPORTS = {
     "auto": "forgeasync.weights.transports.auto.AutoTransport",
     "shared_memory": "forgeasync.weights.transports.shared_memory.SharedMemoryTransport",
     "rdma": "forgeasync.weights.transports.rdma.RdmaTransport",
+    "tcp": "forgeasync.weights.transports.tcp.TcpTransport",
     "torchstore": "forgeasync.weights.transports.store.TorchstoreTransport",
 }
 """Class of each built-in ``weights.transport``; it is imported only if a run uses it."""
@@ -69,9 +70,9 @@ class WeightsSection(Section):
     """Settings for the transfer of new weights from the trainer to the generators."""
 
     transport: TransportChoice = "auto"
-    """auto (shared memory on one host, RDMA between hosts), shared_memory, rdma (ibverbs if the hardware
-    supports it, else TCP), torchstore, or {kind: python, factory: package.module.MyTransport} for your own
-    class (see forgeasync/weights/transports/transport.py), or the name of a package's (docs/plugins.md)."""
+    """auto (shared memory on one host; between hosts RDMA, or TCP without its hardware), shared_memory, rdma,
+    tcp, torchstore, or {kind: python, factory: package.module.MyTransport} for your own class (see
+    forgeasync/weights/transports/transport.py), or the name of a package's (docs/plugins.md)."""
     interruption: Interruption = Interruption.IN_FLIGHT
     kv_cache: KvAfterSwap = KvAfterSwap.KEEP
     prefix_cache_across_versions: bool = False

@@ -511,8 +511,13 @@ class GeneratorRouter:
         self._num_failed[replica.number] += 1
         if (num_failed := self._num_failed[replica.number]) >= MAX_FAILED_FETCHES:
             replica.lose(
-                f"could not fetch weights: {num_failed} consecutive fetches failed their checksums; "
-                "weights.lease_timeout_s may be too short, or the host's memory faulty"
+                f"could not fetch weights: {num_failed} consecutive fetches "
+                + (
+                    f"did not arrive ({report.failure}); check the network between trainer and generators"
+                    if report.failure is not None
+                    else "failed their checksums; weights.lease_timeout_s may be too short, or the host's "
+                    "memory faulty"
+                )
             )
 
     async def _call_all(

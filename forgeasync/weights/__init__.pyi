@@ -54,6 +54,8 @@ from .staging import VersionUnreadable as VersionUnreadable
 from .transports.auto import AutoTransport as AutoTransport
 from .transports.rdma import RdmaTransport as RdmaTransport
 from .transports.shared_memory import SharedMemoryTransport as SharedMemoryTransport
+from .transports.tcp import TcpAddress as TcpAddress
+from .transports.tcp import TcpTransport as TcpTransport
 from .transports.transport import Arrived as Arrived
 from .transports.transport import ByteRange as ByteRange
 from .transports.transport import RankSource as RankSource

@@ -6,6 +6,7 @@ so checked blocks do not change. A block counts as held once its checksum equals
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +20,10 @@ from forgeasync.weights.ledger import BLOCK_BYTES, Manifest, block_range, checks
 from forgeasync.weights.staging import SharedFile
 from forgeasync.weights.transports.transport import ByteRange, Transport
 
+logger = logging.getLogger(__name__)
+
 MAX_ATTEMPTS = 3
-"""Maximum number of attempts to fetch blocks whose checksums differ from the manifest's."""
+"""Maximum number of attempts to fetch blocks that did not arrive, or not with the manifest's checksum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,8 @@ class FetchReport:
     """Bytes that the engine needs: the minimum for a fetch without delta."""
     num_bad_blocks: int
     fetch_s: float
+    failure: str | None = None
+    """How the connection to a trainer rank failed last, if it did."""
 
 
 def merge_host_reports(shares: Sequence[FetchReport]) -> FetchReport:
@@ -83,6 +88,7 @@ def merge_host_reports(shares: Sequence[FetchReport]) -> FetchReport:
         num_bytes_needed=shares[0].num_bytes_needed,
         num_bad_blocks=sum(share.num_bad_blocks for share in shares),
         fetch_s=max(share.fetch_s for share in shares),
+        failure=next((share.failure for share in shares if share.failure is not None), None),
     )
 
 
@@ -200,6 +206,7 @@ class WeightFetcher:
             num_bytes_needed=self._num_bytes_needed,
             num_bad_blocks=sum(read.num_bad_blocks for read in reads),
             fetch_s=time.perf_counter() - start_s,
+            failure=next((read.failure for read in reads if read.failure is not None), None),
         )
 
 
@@ -215,6 +222,7 @@ class _RankRead:
     is_held: np.ndarray
     num_bytes_moved: int = 0
     num_bad_blocks: int = 0
+    failure: str | None = None
     _memory: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -236,7 +244,12 @@ class _RankRead:
             for start, stop in ranges:
                 self.is_held[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)] = False
                 self.num_bytes_moved += stop - start
-            await self.transport.read(slot, ranges, self.received, self._check)
+            try:
+                await self.transport.read(slot, ranges, self.received, self._check)
+            except (ConnectionError, TimeoutError) as error:
+                # The next attempt asks for the missing blocks only.
+                self.failure = f"{type(error).__name__}: {error}"
+                logger.warning("reading from trainer rank %d failed: %s", self.rank.rank, self.failure)
 
     def _check(self, arrived: ByteRange) -> None:
         start, stop = arrived

@@ -259,15 +259,24 @@ async def test_each_act_starts_when_all_have_ended_the_one_before() -> None:
         assert of_host == [[HostShare(index=index, count=3)] for index in range(3)]
 
 
-async def test_a_share_that_never_arrives_stops_the_update_and_its_generator_is_replaced() -> None:
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (None, "5 consecutive fetches failed their checksums"),
+        ("ConnectionError: gone", "5 consecutive fetches did not arrive (ConnectionError: gone)"),
+    ],
+)
+async def test_a_share_that_never_arrives_stops_the_update_and_its_generator_is_replaced(
+    failure: str | None, reason: str
+) -> None:
     async with generators_of(HOSTS) as world:
-        world.generators[2].is_complete = False
+        world.generators[2].is_complete, world.generators[2].failure = False, failure
         for _ in range(MAX_FAILED_FETCHES):
             assert world.state(2) is ReplicaState.HEALTHY
             assert not await world.update(0, 7)
             assert called(world, "abandon_update") == {0, 2, 3} and not called(world, "stage_update")
         assert world.state(2) is ReplicaState.DEAD and world.state(0) is ReplicaState.HEALTHY
-        assert "5 consecutive fetches failed their checksums" in world.faults.open[0].what
+        assert reason in world.faults.open[0].what
         await world.until(lambda: 4 in world.generators and world.state(4) is ReplicaState.STALE)
         assert await world.update(0, 7) and world.state(4) is ReplicaState.HEALTHY
 

@@ -79,7 +79,13 @@ SWAP = SwapReport(pause_s=0.0, waited_s=0.0, num_crossing=0, num_resumed=0, num_
 
 
 def make_fetch(
-    version: int, *, is_complete: bool, moved: int = 0, needed: int = 0, fetch_s: float = 0.0
+    version: int,
+    *,
+    is_complete: bool,
+    moved: int = 0,
+    needed: int = 0,
+    fetch_s: float = 0.0,
+    failure: str | None = None,
 ) -> FetchReport:
     """Of a version's fetch, which moved some of the bytes that it needed."""
     return FetchReport(
@@ -89,6 +95,7 @@ def make_fetch(
         num_bytes_needed=needed,
         num_bad_blocks=int(not is_complete),
         fetch_s=fetch_s,
+        failure=failure,
     )
 
 

@@ -50,6 +50,7 @@ class ScriptedGenerator:
         self.holds: set[str] = set()
         """Names of calls that never end."""
         self.is_complete = True
+        self.failure: str | None = None
         self.shares: list[HostShare | None] = []
         self.freed: list[str] = []
         self.continued: dict[int, bytes | None] = {}
@@ -136,7 +137,12 @@ class ScriptedGenerator:
         await self._act("begin_update")
         moved, took_s = 10 + self.number, float(self.number)
         return make_fetch(
-            manifest.version, is_complete=self.is_complete, moved=moved, needed=100, fetch_s=took_s
+            manifest.version,
+            is_complete=self.is_complete,
+            moved=moved,
+            needed=100,
+            fetch_s=took_s,
+            failure=self.failure,
         )
 
     async def _act(self, name: str) -> SwapReport:

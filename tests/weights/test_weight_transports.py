@@ -1,12 +1,16 @@
 """Transports: all carry versions bit for bit, a user's own like built-in ones; and what is refused."""
 
 import asyncio
+import contextlib
 import dataclasses
 import pickle
 import re
+import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +27,7 @@ from forgeasync.weights import (
     Arrived,
     AutoTransport,
     ByteRange,
+    FetchReport,
     NamedWeight,
     RankSource,
     RankStaging,
@@ -30,6 +35,8 @@ from forgeasync.weights import (
     ReceiveBuffer,
     SharedMemoryTransport,
     StagingSource,
+    TcpAddress,
+    TcpTransport,
     Transport,
     WeightFetcher,
     WeightLayout,
@@ -64,8 +71,13 @@ def named(weights: dict[str, torch.Tensor]) -> list[NamedWeight]:
     return [NamedWeight(names=(name,), tensor=tensor) for name, tensor in weights.items()]
 
 
-async def carry(choice: TransportChoice, folder: Path, num_versions: int) -> list[dict[str, torch.Tensor]]:
-    """What a generator on the trainer's host has after each version."""
+async def open_ends(
+    choice: TransportChoice,
+    folder: Path,
+    *,
+    through: Callable[[StagingSource], StagingSource] = lambda one: one,
+) -> tuple[WeightPublisher, WeightFetcher, WeightLayout, Path]:
+    """A publisher, and the fetcher and receive buffer of a generator on its host."""
     publisher = WeightPublisher(named(make_weights(0)), torch.float32, host_id=HOST)
     layout = WeightLayout(dtype=torch.float32, ranks=(publisher.layout,))
     source = await publisher.open(folder, build_transport(choice), generator_hosts=frozenset({HOST}))
@@ -77,10 +89,16 @@ async def carry(choice: TransportChoice, folder: Path, num_versions: int) -> lis
         num_bytes_needed=layout.num_bytes,
         receive_buffer=ReceiveBuffer(receive_buffer, layout),
         transports=connect_transports(
-            section, layout, [pickle.loads(pickle.dumps(source))], generator_host=HOST
+            section, layout, [through(pickle.loads(pickle.dumps(source)))], generator_host=HOST
         ),
         delta=True,
     )
+    return publisher, fetcher, layout, receive_buffer
+
+
+async def carry(choice: TransportChoice, folder: Path, num_versions: int) -> list[dict[str, torch.Tensor]]:
+    """What a generator on the trainer's host has after each version."""
+    publisher, fetcher, layout, receive_buffer = await open_ends(choice, folder)
     received = []
     for version in range(1, num_versions + 1):
         slot = version % 2
@@ -95,7 +113,7 @@ async def carry(choice: TransportChoice, folder: Path, num_versions: int) -> lis
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", ["shared_memory", "auto", "own"])
+@pytest.mark.parametrize("name", ["shared_memory", "tcp", "auto", "own"])
 def test_versions_arrive_bit_for_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choice: TransportChoice = name
     if name == "own":
@@ -109,7 +127,80 @@ def test_versions_arrive_bit_for_bit(name: str, tmp_path: Path, monkeypatch: pyt
         assert len(list(tmp_path.glob("rank-0-slot-*"))) == 2, "the bytes went another way"
 
 
-def test_auto_is_shared_memory_on_one_host_and_rdma_between_two(tmp_path: Path) -> None:
+class Cut:
+    """A way to a port of this host that is cut after ``num_bytes`` have arrived, ``times`` times."""
+
+    def __init__(self, num_bytes: int, times: int) -> None:
+        self.num_bytes, self.times = num_bytes, times
+        self._server = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __call__(self, source: StagingSource) -> StagingSource:
+        assert isinstance(source.address, TcpAddress)
+        self._port = source.address.port
+        address = dataclasses.replace(
+            source.address, addresses=("127.0.0.1",), port=self._server.getsockname()[1]
+        )
+        return dataclasses.replace(source, address=address)
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._server.accept()
+            far = socket.create_connection(("localhost", self._port))
+            self.times -= 1
+            left = self.num_bytes if self.times >= 0 else None
+            for pair, limit in (((near, far), None), ((far, near), left)):
+                threading.Thread(target=self._pass_on, args=(*pair, limit), daemon=True).start()
+
+    @staticmethod
+    def _pass_on(start: socket.socket, end: socket.socket, left: int | None) -> None:
+        # Either side may be closed while the other direction still waits for bytes.
+        with contextlib.suppress(OSError):
+            while (left is None or left > 0) and (some := start.recv(65536)):
+                end.sendall(some)
+                left = None if left is None else left - len(some)
+        for one in (start, end):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("times", "is_complete"), [(0, True), (2, True), (100, False)])
+def test_what_a_cut_connection_lost_is_fetched_again(times: int, is_complete: bool, tmp_path: Path) -> None:
+    async def fetch() -> FetchReport:
+        publisher, fetcher, layout, _ = await open_ends("tcp", tmp_path, through=Cut(3 * BLOCK_BYTES, times))
+        staged = await publisher.begin(0, 1, named(make_weights(1))).finished()
+        return await fetcher.fetch(make_manifest(layout, 1, 0, staged.checksums))
+
+    report = asyncio.run(fetch())
+    assert report.is_complete is is_complete and report.num_bad_blocks == 0
+    if times:
+        assert report.failure is not None and "trainer rank" in report.failure
+        assert report.num_bytes_moved > report.num_bytes_needed, "arrived blocks are not asked for again"
+        assert report.num_bytes_moved < 3 * report.num_bytes_needed
+    else:
+        assert report.failure is None and report.num_bytes_moved == report.num_bytes_needed
+
+
+def test_tcp_serves_nothing_without_the_token(tmp_path: Path) -> None:
+    file = tmp_path / "buffer"
+    file.write_bytes(bytes(BLOCK_BYTES))
+    staging = RankStaging(rank=0, host_id="a", paths=(file, file), buffers=(), generator_hosts=frozenset("b"))
+    address = asyncio.run(TcpTransport().open(staging))
+    assert address.token.hex() not in repr(address) and str(address.token) not in repr(address)
+    for token, num_bytes in ((address.token, 64), (bytes(len(address.token)), 0)):
+        with socket.create_connection(("localhost", address.port), timeout=60) as connection:
+            connection.sendall(token + struct.pack("!BQQ", 0, 0, 64))
+            connection.shutdown(socket.SHUT_WR)
+            received = b""
+            # A refusal leaves the request unread, which resets the connection.
+            with contextlib.suppress(ConnectionResetError):
+                while some := connection.recv(1024):
+                    received += some
+        assert len(received) == num_bytes
+
+
+def test_auto_is_shared_memory_on_one_host_and_rdma_or_tcp_between_two(tmp_path: Path) -> None:
     file = tmp_path / "buffer"
     file.write_bytes(bytes(64))
     local = RankSource(
@@ -122,13 +213,24 @@ def test_auto_is_shared_memory_on_one_host_and_rdma_between_two(tmp_path: Path) 
     for source, chosen, granularity in (
         (local, SharedMemoryTransport, BLOCK_BYTES),
         (dataclasses.replace(local, generator_host="b"), RdmaTransport, SEGMENT_BYTES),
+        (
+            dataclasses.replace(
+                local,
+                generator_host="b",
+                staging=StagingSource(
+                    host_id="a", paths=(), address=TcpAddress(addresses=("::1",), port=1, token=b"")
+                ),
+            ),
+            TcpTransport,
+            BLOCK_BYTES,
+        ),
     ):
         transport = AutoTransport()
         transport.connect(source)
         assert type(transport.chosen) is chosen and transport.granularity == granularity
 
 
-def test_auto_registers_nothing_where_all_are_on_one_host() -> None:
+def test_auto_serves_other_hosts_only_over_tcp_without_rdma_hardware() -> None:
     staging = RankStaging(
         rank=0,
         host_id="a",
@@ -137,6 +239,8 @@ def test_auto_registers_nothing_where_all_are_on_one_host() -> None:
         generator_hosts=frozenset("a"),
     )
     assert asyncio.run(AutoTransport().open(staging)) is None
+    far = dataclasses.replace(staging, generator_hosts=frozenset("ab"))
+    assert isinstance(asyncio.run(AutoTransport().open(far)), TcpAddress), "no machine here has such hardware"
 
 
 @pytest.mark.processes
@@ -179,7 +283,10 @@ class Half(Transport):
 @pytest.mark.parametrize(
     ("transport", "words"),
     [
-        ("carrier_pigeon", r"weights.transport = 'carrier_pigeon'.*auto, shared_memory, rdma, torchstore"),
+        (
+            "carrier_pigeon",
+            r"weights.transport = 'carrier_pigeon'.*auto, shared_memory, rdma, tcp, torchstore",
+        ),
         ("3", r"weights.transport = 3.*expected text, got a whole number"),
         ("{kind: python}", r"weights.transport.factory.*required key is missing"),
         ("{kind: python, factory: a.b, option: {}}", r"weights.transport.option.*did you mean"),
@@ -219,7 +326,7 @@ def test_one_that_stays_on_a_host_is_refused_between_hosts(transport: str) -> No
     override = f"weights.transport={transport}"
     assert not list(check_transport(minimal_config(override)))
     message = only(list(check_transport(minimal_config(override, "launcher.kind=process"))))
-    for words in ("weights.transport = '", "auto, rdma or torchstore", "launcher.kind = 'process'"):
+    for words in ("weights.transport = '", "auto, rdma, tcp or torchstore", "launcher.kind = 'process'"):
         assert words in message
 
 

@@ -62,7 +62,7 @@ SERVED = "ep2-adapters_of_attention"
 """By vLLM itself, beside base weights that never change."""
 CASES = {
     "fsdp2-own-2_generators": Case(parallel=ParallelSection(num_procs=2), transport=None, num_generators=2),
-    "ep2-rdma-1_generator": Case(
+    "ep2-tcp-1_generator": Case(
         parallel=EP2,
         transport="auto",
         num_generators=1,
@@ -170,7 +170,7 @@ async def _update_under_load(
     return fetches, spans
 
 
-REPRESENTATIVE = ("ep2-rdma-1_generator",)
+REPRESENTATIVE = ("ep2-tcp-1_generator",)
 """Whole runs take shared memory."""
 
 

@@ -157,7 +157,8 @@ class Transport(ABC):
       of the slot do not change while a generator leases the version. Only a generator that outlives its lease
       can see changes.
     - ``read`` calls ``arrived`` for every byte of the ranges. Blocks with a wrong checksum are fetched again.
-      An exception ends the run.
+    - If the connection fails, ``read`` raises ``ConnectionError`` or ``TimeoutError``, and no thread of it
+      writes any more. Missing blocks are fetched again. Other exceptions end the run.
     - Both sides run in an actor's event loop. Run blocking calls in ``asyncio.to_thread``, so that the engine
       keeps decoding and the trainer can handle its next call.
     """
@@ -253,7 +254,7 @@ def check_transport(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             field="weights.transport",
             value=value,
-            remedy="must be one that crosses hosts (auto, rdma or torchstore) with launcher.kind = "
+            remedy="must be one that crosses hosts (auto, rdma, tcp or torchstore) with launcher.kind = "
             f"{config.launcher.kind!r}: trainer and generators are on different hosts",
         )
 
@@ -269,7 +270,7 @@ def require_reach(transport: Transport, choice: TransportChoice, host_ids: Itera
         name = choice.factory if isinstance(choice, PythonCode) else choice
         raise ValueError(
             f"weights.transport = {name!r}, but trainer and generators are on the hosts {', '.join(hosts)}; "
-            "must be one that crosses hosts: auto, rdma or torchstore"
+            "must be one that crosses hosts: auto, rdma, tcp or torchstore"
         )
 
 
