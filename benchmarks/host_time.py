@@ -1,0 +1,303 @@
+"""Host time of a decode step: our engine and vLLM's own, over an executor that returns at once.
+
+    python benchmarks/host_time.py [--sequences 44,128,256,512] [--rounds N] [--out FILE.json]
+
+The executor returns made-up tokens with log-probabilities, kept sets of 20 ids, and experts of 48 layers x 8,
+in the form of vLLM's GPU model runner. So a step takes what scheduling, records and output handling take,
+which a GPU waits for unless it is hidden behind the forward pass. Engines take turns, round after round:
+
+- ours: ``GeneratorEngine`` with groups of 8, versions, and the log of tokens in flight; one process
+- vLLM: ``AsyncLLM`` with the same arguments and requests; its engine core is another process
+
+Each time is the difference between long and short responses over the number of steps between them.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from common import RESULTS, machine_facts, write_json
+from rich.console import Console
+from rich.table import Table
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput, SamplingMaskLists
+
+from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.generator import GeneratorEngine
+from forgeasync.rollouts import CaptureSpec
+from forgeasync.testing import write_tiny_model
+
+NUM_LAYERS, NUM_EXPERTS, TOP_K_EXPERTS = 48, 128, 8
+NUM_KEPT = 20
+GROUP_SIZE = 8
+SHORT, LONG = 32, 160
+"""Tokens of short and long responses."""
+PROMPT = [6] * 64
+TOKEN = 7
+"""What the executor samples, which ends no response."""
+RECORDS = CaptureSpec(routing=True, kept_tokens=True)
+
+# vLLM wants the model runner of GPUs, which the executor replaces, for records.
+for check in ("_verify_sampling_replay_config", "_verify_aux_output_compatibility"):
+    setattr(VllmConfig, check, lambda _: None)
+
+
+class InstantExecutor(Executor):
+    """Executor without a model: each step's results are there at once."""
+
+    def _init_executor(self) -> None:
+        self._ends: dict[str, int] = {}
+        """Number of computed tokens of each request."""
+        self._emitted: dict[str, int] = {}
+        """Number of tokens whose experts were returned, of each request."""
+        rows = np.random.default_rng(0).integers(0, NUM_EXPERTS, (4096, NUM_LAYERS, TOP_K_EXPERTS))
+        self._rows = rows.astype(np.uint8)
+
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        """Return True: as on GPUs, a step is scheduled before the results of the one before are handled."""
+        return True
+
+    def collective_rpc(self, method: Any, *_: Any, **options: Any) -> Any:
+        """Answer what the engine core asks while it starts."""
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=128, dtype=torch.bfloat16)
+        answers = {
+            "get_kv_cache_spec": {f"model.layers.{i}.self_attn.attn": spec for i in range(NUM_LAYERS)},
+            "determine_available_memory": 64 * 2**30,
+            "get_supported_kv_cache_layouts": ["NHD"],
+            "get_supported_tasks": ("generate",),
+        }
+        return [answers.get(method)]
+
+    def compile_or_warm_up_model(self) -> None:
+        """Do nothing."""
+
+    def check_health(self) -> None:
+        """Do nothing."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        """Keep the step for ``sample_tokens``."""
+        self._step = scheduler_output
+        for one in scheduler_output.finished_req_ids:
+            self._ends.pop(one, None)
+            self._emitted.pop(one, None)
+        for request in scheduler_output.scheduled_new_reqs:
+            self._ends[request.req_id] = request.num_computed_tokens
+        return done(None if scheduler_output.num_scheduled_tokens else EMPTY_MODEL_RUNNER_OUTPUT)
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        """Return the results of the step that was begun last."""
+        step = self._step
+        names = list(step.num_scheduled_tokens)
+        num = len(names)
+        routed = {}
+        for name, num_tokens in step.num_scheduled_tokens.items():
+            end = self._ends[name] + num_tokens
+            start = self._emitted.get(name, 0)
+            routed[name] = AuxRequestOutput(start, self._rows[start:end])
+            self._ends[name] = self._emitted[name] = end
+        ids = np.full((num, 1), TOKEN, np.int64)
+        return done(
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: index for index, name in enumerate(names)},
+                sampled_token_ids=[[TOKEN] for _ in names],
+                logprobs=LogprobsLists(ids, np.full((num, 1), -1.0, np.float32), ids[:, 0]),
+                sampling_masks=SamplingMaskLists(
+                    np.tile(np.arange(NUM_KEPT, dtype=np.int32), num),
+                    np.arange(0, (num + 1) * NUM_KEPT, NUM_KEPT),
+                ),
+                aux_output_connector_output=routed,
+            )
+        )
+
+
+def done(result: Any) -> Future[Any]:
+    """Return a future with a result."""
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+def use_instant_executor() -> None:
+    """Have engines of this process run ``InstantExecutor`` as engines on GPUs run theirs."""
+    from forgeasync.generator import engine
+
+    Executor.get_class = staticmethod(lambda _: InstantExecutor)  # type: ignore[method-assign]
+    create = AsyncEngineArgs.create_engine_config
+
+    def create_engine_config(self: AsyncEngineArgs, *arguments: Any, **options: Any) -> VllmConfig:
+        config = create(self, *arguments, **options)
+        # vLLM's platform for CPUs turns it off.
+        config.scheduler_config.async_scheduling = True
+        return config
+
+    AsyncEngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+    engine.current_platform = SimpleNamespace(is_cpu=lambda: False)
+    engine.GPU_WORKER_EXTENSION = ""
+
+
+async def start_ours(
+    model: Path, section: GeneratorSection
+) -> tuple[Callable[[int, int], Awaitable[Any]], Any]:
+    """Start our engine; return a function that samples (sequences, tokens), and the engine."""
+    engine = await GeneratorEngine.start(
+        model_path=model,
+        generator=section,
+        max_context_length=1024,
+        seed=0,
+        records=RECORDS,
+        weights=WeightsSection(),
+        in_flight=model / "in-flight",
+    )
+    group_ids = iter(range(10**9))
+
+    async def group(size: int, num_tokens: int) -> None:
+        group_id = next(group_ids)
+        sampling = SamplingSection(top_k=NUM_KEPT, max_response_tokens=num_tokens)
+        await engine.generate(
+            prompt_ids_P=np.asarray(PROMPT, np.int32), num_samples=size, sampling=sampling, group_id=group_id
+        )
+        engine.forget_group(group_id)
+
+    async def sample(num_sequences: int, num_tokens: int) -> None:
+        sizes = [GROUP_SIZE] * (num_sequences // GROUP_SIZE) + [num_sequences % GROUP_SIZE]
+        await asyncio.gather(*(group(size, num_tokens) for size in sizes if size))
+
+    return sample, engine
+
+
+async def start_theirs(
+    model: Path, section: GeneratorSection
+) -> tuple[Callable[[int, int], Awaitable[Any]], Any]:
+    """Start vLLM's engine; as ``start_ours``."""
+    arguments = AsyncEngineArgs(
+        model=str(model),
+        dtype="bfloat16",
+        max_model_len=1024,
+        max_num_seqs=section.max_num_seqs,
+        max_num_batched_tokens=section.max_num_batched_tokens,
+        logprobs_mode="processed_logprobs",
+        enable_return_routed_experts=True,
+        return_sampling_mask=True,
+    )
+    config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    names = iter(range(10**9))
+
+    async def request(num_tokens: int) -> None:
+        params = SamplingParams(
+            top_k=NUM_KEPT,
+            max_tokens=num_tokens,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        async for _ in llm.generate(tokens_input(PROMPT), params, str(next(names))):
+            pass
+
+    async def sample(num_sequences: int, num_tokens: int) -> None:
+        await asyncio.gather(*(request(num_tokens) for _ in range(num_sequences)))
+
+    return sample, llm
+
+
+async def measure(sample: Callable[[int, int], Awaitable[Any]], num_sequences: int) -> float:
+    """Return milliseconds of a decode step."""
+    times_s = []
+    for num_tokens in (SHORT, LONG):
+        start_s = time.perf_counter()
+        await sample(num_sequences, num_tokens)
+        times_s.append(time.perf_counter() - start_s)
+    return (times_s[1] - times_s[0]) / (LONG - SHORT) * 1e3
+
+
+async def compare(sizes: list[int], num_rounds: int, model: Path) -> list[dict[str, float]]:
+    """Return medians over rounds for each number of sequences."""
+    section = GeneratorSection(
+        max_num_seqs=max(sizes),
+        # Prompts are never computed in parts, which the executor does not know.
+        max_num_batched_tokens=2 * len(PROMPT) * max(sizes),
+        kv_cache_gib=64.0,
+    )
+    engines = {"ours": await start_ours(model, section), "vllm": await start_theirs(model, section)}
+    found: dict[tuple[str, int], list[float]] = {}
+    for sample, _ in engines.values():
+        await sample(max(sizes), LONG)
+    for number in range(num_rounds):
+        for size in sizes:
+            for name in ("ours", "vllm") if number % 2 else ("vllm", "ours"):
+                found.setdefault((name, size), []).append(await measure(engines[name][0], size))
+    for _, engine in engines.values():
+        engine.shutdown()
+    return [
+        {"num_sequences": size}
+        | {f"{name}_ms": statistics.median(found[name, size]) for name in engines}
+        | {
+            "ratio": statistics.median(
+                a / b for a, b in zip(found["ours", size], found["vllm", size], strict=True)
+            )
+        }
+        for size in sizes
+    ]
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sequences", default="44,128,256,512")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS / "host_time.json")
+    arguments = parser.parse_args()
+    use_instant_executor()
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_tiny_model(Path(folder) / "model")
+        path = model / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config |= {
+            "num_hidden_layers": NUM_LAYERS,
+            "num_experts": NUM_EXPERTS,
+            "num_experts_per_tok": TOP_K_EXPERTS,
+            "max_position_embeddings": 4096,
+        }
+        path.write_text(json.dumps(config), encoding="utf-8")
+        rows = asyncio.run(
+            compare([int(one) for one in arguments.sequences.split(",")], arguments.rounds, model)
+        )
+    table = Table(title="host time of a decode step")
+    for column in ("sequences", "ours", "vLLM", "ratio"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["num_sequences"]),
+            f"{row['ours_ms']:.2f} ms",
+            f"{row['vllm_ms']:.2f} ms",
+            f"{row['ratio']:.2f}",
+        )
+    Console(width=100).print(table)
+    write_json(arguments.out, {"machine": machine_facts(), "steps": rows})
+
+
+if __name__ == "__main__":
+    main()
