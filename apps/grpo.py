@@ -98,7 +98,9 @@ class GrpoRun(RunLoops):
             with times.part(Part.ASSIGN):
                 minibatches = self.pack(batch, step=step)
             with times.part(Part.TRAIN):
-                result = await self.trainer.train_items(minibatches, step=step)
+                # With generator.colocated: sleep, the engines leave their GPUs for the step.
+                async with self.generators.asleep():
+                    result = await self.trainer.train_items(minibatches, step=step)
             with times.part(Part.COMMIT):
                 # Reports the new version to the buffer, which drops the groups that are too old for it.
                 update = Update.MADE if result.skip_reason is None else Update.SKIPPED

@@ -21,7 +21,6 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -141,20 +140,17 @@ def done(result: Any) -> Future[Any]:
 
 def use_instant_executor() -> None:
     """Have engines of this process run ``InstantExecutor`` as engines on GPUs run theirs."""
-    from forgeasync.generator import engine
-
     Executor.get_class = staticmethod(lambda _: InstantExecutor)  # type: ignore[method-assign]
     create = AsyncEngineArgs.create_engine_config
 
     def create_engine_config(self: AsyncEngineArgs, *arguments: Any, **options: Any) -> VllmConfig:
+        self.return_sampling_mask = self.aux_output_config.enable_return_routed_experts = True
         config = create(self, *arguments, **options)
         # vLLM's platform for CPUs turns it off.
         config.scheduler_config.async_scheduling = True
         return config
 
     AsyncEngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
-    engine.current_platform = SimpleNamespace(is_cpu=lambda: False)
-    engine.GPU_WORKER_EXTENSION = ""
 
 
 async def start_ours(
@@ -198,8 +194,6 @@ async def start_theirs(
         max_num_seqs=section.max_num_seqs,
         max_num_batched_tokens=section.max_num_batched_tokens,
         logprobs_mode="processed_logprobs",
-        enable_return_routed_experts=True,
-        return_sampling_mask=True,
     )
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)

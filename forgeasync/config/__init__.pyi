@@ -42,6 +42,7 @@ from .environments import StdioServer as StdioServer
 from .environments import WILDCARDS as WILDCARDS
 from .environments import environment_name as environment_name
 from .environments import is_loopback as is_loopback
+from .generator import Colocated as Colocated
 from .generator import GeneratorSection as GeneratorSection
 from .generator import SamplingSection as SamplingSection
 from .launcher import HostCounts as HostCounts
@@ -91,6 +92,7 @@ from .rules import num_gpus_needed as num_gpus_needed
 from .rules import places_of as places_of
 from .rules import reward_gpus as reward_gpus
 from .rules import shares_gpus as shares_gpus
+from .rules import sleeps as sleeps
 from .run import LoggingSection as LoggingSection
 from .run import RunConfig as RunConfig
 from .run import ScorerSection as ScorerSection

@@ -1,6 +1,7 @@
 """Sections for sampling and generators: the distribution of responses, and the vLLM engines."""
 
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
@@ -33,6 +34,16 @@ class SamplingSection(Section):
     def cuts_vocabulary(self) -> bool:
         """True if top-k, top-p or min-p exclude tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+class Colocated(StrEnum):
+    """What an engine does while a trainer on the same GPU makes a step."""
+
+    SHARE = "share"
+    """It goes on decoding. Both roles must fit on the GPU at once."""
+    SLEEP = "sleep"
+    """It stands still, with its weights in host memory and without a KV cache. Afterwards running sequences
+    compute their KV cache again."""
 
 
 class GeneratorSection(Section):
@@ -68,6 +79,9 @@ class GeneratorSection(Section):
     keep_in_flight: bool = True
     """Log the tokens of unfinished responses and episodes in the host's shared memory, so that another engine
     continues them if this engine's process dies. Takes up to three times the memory of their payloads."""
+    colocated: Colocated = Colocated.SHARE
+    """With launcher.share_gpu: share (decoding goes on during optimizer steps), or sleep (it stands still and
+    leaves its memory to the step). sleep needs max_off_policy_steps 0 or 1."""
     compile: bool = False
     """Use torch.compile and (on GPUs) CUDA graphs; false: eager."""
     batch_invariant: bool = False

@@ -14,7 +14,7 @@ from forgeasync.config.algorithm import check_filters
 from forgeasync.config.buffer import AccountingPolicy, AgeOf, Replacement, StaleGroups
 from forgeasync.config.data import NamedSource, ReasoningGymSource, RendererName, named_sources
 from forgeasync.config.environments import McpEnvironment, PythonTool
-from forgeasync.config.generator import SamplingSection
+from forgeasync.config.generator import Colocated, SamplingSection
 from forgeasync.config.launcher import LocalLauncher, gpus_per_host, num_hosts
 from forgeasync.config.load import check_installed
 from forgeasync.config.model import Dtype
@@ -30,7 +30,7 @@ from forgeasync.config.rewards import (
 from forgeasync.config.run import RunConfig, all_sources, is_served, longest_response
 from forgeasync.config.teachers import AveragedPolicy, TeacherSection
 from forgeasync.config.trainer import OptimizerSection
-from forgeasync.config.weights import Interruption
+from forgeasync.config.weights import Interruption, ShadowMemory
 from forgeasync.schema import MAX_SEED, Problem, PythonCode, Refusal, problems_within, refuse
 
 
@@ -283,6 +283,21 @@ def _check_scorer(config: RunConfig) -> Iterator[Refusal]:
             f"{scorer.num_workers} at once (scorer.num_workers), may take {scorer.answer_limit_s:g} s each "
             "(scorer.answer_limit_s)",
         )
+
+
+def _check_sleep(config: RunConfig) -> Iterator[Refusal]:
+    """Yield what contradicts engines that leave their GPUs during optimizer steps."""
+    if not sleeps(config):
+        return
+    if not shares_gpus(config):
+        remedy = "must be share without launcher.share_gpu=true: the engine has a GPU of its own"
+        yield "generator.colocated", remedy
+    if config.max_off_policy_steps > 1:
+        remedy = "must be 0 or 1 with generator.colocated = 'sleep': decoding stands still during every step"
+        yield "max_off_policy_steps", remedy
+    if config.weights.shadow is ShadowMemory.DEVICE:
+        remedy = "must be host with generator.colocated = 'sleep': on the GPU it takes the step's memory"
+        yield "weights.shadow", remedy
 
 
 def _check_teachers(config: RunConfig) -> Iterator[Refusal]:
@@ -560,6 +575,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Refusal]], ...] = (
     _check_numbers,
     _check_offload,
     _check_launcher,
+    _check_sleep,
     _check_scorer,
     _check_teachers,
     _check_rewards,
@@ -571,6 +587,11 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Refusal]], ...] = (
 def shares_gpus(config: RunConfig) -> bool:
     """Return whether trainer and generators run on the same GPUs (``launcher.share_gpu``)."""
     return isinstance(config.launcher, LocalLauncher) and config.launcher.share_gpu
+
+
+def sleeps(config: RunConfig) -> bool:
+    """Return whether engines leave their GPUs during optimizer steps (``generator.colocated: sleep``)."""
+    return config.generator.colocated is Colocated.SLEEP
 
 
 def num_gpus_needed(config: RunConfig) -> int:

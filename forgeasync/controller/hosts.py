@@ -22,6 +22,7 @@ from forgeasync.config import (
     places_of,
     reward_gpus,
     shares_gpus,
+    sleeps,
 )
 from forgeasync.planning import (
     SHARED_CONTEXTS_BYTES,
@@ -29,6 +30,7 @@ from forgeasync.planning import (
     count_parameters,
     generator_memory,
     role_needs,
+    shared_gpu_bytes,
     total_bytes,
     trainer_memory,
 )
@@ -86,7 +88,7 @@ def check_local_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem
         host=LOCAL_HOST_ID,
         facts=found,
         num_needed=min(needed, len(found.gpus)) or needed,
-        plans=(shared_plan(*plans),) if shares_gpus(config) else plans,
+        plans=(shared_plan(config, facts),) if shares_gpus(config) else plans,
         is_trainer=True,
         is_shared=shares_gpus(config),
     )
@@ -173,18 +175,20 @@ def generator_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
     )
 
 
-def shared_plan(trainer: RolePlan, generator: RolePlan) -> RolePlan:
+def shared_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
     """Return the plan of a GPU that a trainer process shares with an engine's process."""
-    of_trainer, of_generator = (one.num_bytes / 2**30 for one in (trainer, generator))
+    generator = generator_plan(config, facts)
+    of_trainer, of_generator = (one.num_bytes / 2**30 for one in (trainer_plan(config, facts), generator))
+    sleep = "" if sleeps(config) else ", generator.colocated=sleep with max_off_policy_steps=1"
     return RolePlan(
         role="trainer with the generator",
-        num_bytes=trainer.num_bytes + generator.num_bytes + SHARED_CONTEXTS_BYTES,
+        num_bytes=shared_gpu_bytes(config, facts),
         field=generator.field,
         value=generator.value,
         remedy=f"{of_trainer:.3g} GiB are the trainer's, {of_generator:.3g} the generator's, "
         f"{SHARED_CONTEXTS_BYTES / 2**30:.3g} for CUDA contexts: "
         "lower generator.kv_cache_gib or trainer.tokens_per_row, train adapters (lora), or set "
-        "trainer.cpu_offload; configs/qwen3_0.6b_1gpu.yaml fits 24 GB",
+        f"trainer.cpu_offload{sleep}; configs/qwen3_0.6b_1gpu.yaml fits 24 GB",
     )
 
 

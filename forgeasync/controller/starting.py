@@ -26,6 +26,7 @@ from forgeasync.config import (
     average_alpha,
     is_served,
     named_sources,
+    sleeps,
 )
 from forgeasync.controller.evaluation import LocalModel, PreparedEvaluation, evaluate
 from forgeasync.controller.hosts import open_hosts
@@ -220,6 +221,7 @@ def trainer_setup(prepared: Prepared, loss: Loss) -> TrainerSetup:
         lora=config.lora,
         average_alpha=average_alpha(config.teachers),
         gpu_share=trainer_gpu_share(config, prepared.facts),
+        empties_cache=sleeps(config),
     )
 
 

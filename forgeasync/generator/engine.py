@@ -21,7 +21,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 
-from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.config import Colocated, GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.generator.in_flight_recorder import PART_ARGUMENT, TURN_ARGUMENT, InFlightRecorder
 from forgeasync.generator.reports import BusyClock, EngineStats, GroupCancelled, SwapReport
 from forgeasync.generator.turns import (
@@ -92,6 +92,7 @@ def engine_args(
         enable_expert_parallel=generator.expert_parallel,
         worker_cls=CPU_WORKER if is_cpu else "auto",
         worker_extension_cls="" if is_cpu else GPU_WORKER_EXTENSION,
+        enable_sleep_mode=generator.colocated is Colocated.SLEEP and not is_cpu,
         kv_cache_memory_bytes=int(generator.kv_cache_gib * 2**30),
         gpu_memory_utilization=gpu_share(gpu_bytes),
         enforce_eager=not generator.compile,
@@ -441,6 +442,14 @@ class GeneratorEngine:
         Without ``needs_drain`` a step may be in flight on a GPU.
         """
         return await self._client.between_steps(function, needs_drain=needs_drain)
+
+    async def sleep(self) -> None:
+        """Take the weights and the KV cache off the GPU until ``wake``; sequences and updates wait."""
+        await self._client.fall_asleep()
+
+    async def wake(self) -> None:
+        """Go on after ``sleep``: running sequences compute their KV cache again."""
+        await self._client.wake()
 
     async def parameters(self) -> list[dict[str, torch.Tensor]]:
         """Return copies of every worker's parameters, with experts unpacked (CPU engines only)."""

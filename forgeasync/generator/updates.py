@@ -2,8 +2,8 @@
 
 An update fetches the weights on the event loop, then swaps them in on the engine's thread, between two decode
 steps. The interruption mode decides what waits for the fetch: nothing, decoding (blocking), or new requests
-(drain). With abort_and_resume, requests end in the same call as the swap: vLLM returns each of them with
-everything recorded so far, and the engine resumes them.
+(drain). An engine that sleeps swaps when it is awake again. With abort_and_resume, requests end in the same
+call as the swap: vLLM returns each of them with everything recorded so far, and the engine resumes them.
 """
 
 import asyncio
@@ -197,7 +197,7 @@ class WeightUpdates:
                 with doing(State.SWAPPING), span("swap", {"version": version}):
                     return self._swap(core, version, install, waited_s=waited_s)
 
-            return await self._client.between_steps(swap)
+            return await self._client.while_awake(swap)
 
     @asynccontextmanager
     async def _fetched(self, fetch: Prefetch) -> AsyncIterator[float]:

@@ -3,6 +3,7 @@ from .host_requests import request_warnings as request_warnings
 from .host_requests import role_needs as role_needs
 from .host_requests import with_host_requests as with_host_requests
 from .memory import SHARED_CONTEXTS_BYTES as SHARED_CONTEXTS_BYTES
+from .memory import shared_gpu_bytes as shared_gpu_bytes
 from .memory import check_host_memory as check_host_memory
 from .memory import check_memory as check_memory
 from .memory import check_shared_memory as check_shared_memory

@@ -6,6 +6,7 @@ tests/planning/test_memory_plan.py compares the numbers with the memory that run
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from forgeasync.config import (
     num_hosts,
     resolve,
     shares_gpus,
+    sleeps,
 )
 from forgeasync.models import (
     BYTES_PER_ELEMENT,
@@ -51,7 +53,7 @@ from forgeasync.planning.parameters import (
     total_bytes,
     trained_parameters_per_rank,
 )
-from forgeasync.planning.trainer_memory import trainer_memory
+from forgeasync.planning.trainer_memory import TrainerMemory, trainer_memory
 from forgeasync.schema import EXIT_REFUSED, ConfigError, Problem, raise_if_any
 
 NOTE = (
@@ -100,7 +102,7 @@ def memory_plan(config: RunConfig, facts: ModelFacts) -> tuple[MemorySection, ..
     return (
         MemorySection(owner="trainer rank", items=(*trainer.always, *trainer.come_and_go), total=fullest),
         MemorySection(owner="generator rank", items=generator, total=_whole(generator, machine)),
-        *([_shared(trainer.total_bytes, generator, machine)] if shares_gpus(config) else []),
+        *([_shared(config, trainer, generator, machine)] if shares_gpus(config) else []),
         *(
             MemorySection(owner=f"rank of teacher {name}", items=items, total=_whole(items, machine))
             for name, items in teacher_memory(config, machine)
@@ -109,16 +111,34 @@ def memory_plan(config: RunConfig, facts: ModelFacts) -> tuple[MemorySection, ..
     )
 
 
-def _shared(trainer_bytes: int, generator: Sequence[MemoryItem], machine: Machine) -> MemorySection:
+def _shared(
+    config: RunConfig, trainer: TrainerMemory, generator: Sequence[MemoryItem], machine: Machine
+) -> MemorySection:
     """Return the section of a GPU with a rank of both roles."""
+    engine_bytes = total_bytes(generator)
     items = [
-        MemoryItem(name="trainer rank", num_bytes=trainer_bytes, how="its total"),
-        MemoryItem(name="generator rank", num_bytes=total_bytes(generator), how="its total"),
+        MemoryItem(name="trainer rank", num_bytes=trainer.total_bytes, how="its total"),
+        MemoryItem(name="generator rank", num_bytes=engine_bytes, how="its total"),
     ]
-    if machine is Machine.GPU:
-        how = "CUDA contexts and graphs of two processes (assumed)"
-        items.append(MemoryItem(name="contexts", num_bytes=SHARED_CONTEXTS_BYTES, how=how))
-    return MemorySection(owner="shared GPU", items=items, total=_whole(items, machine))
+    if machine is Machine.CPU:
+        return MemorySection(owner="shared GPU", items=items, total=_whole(items, machine))
+    how = "CUDA contexts and graphs of two processes (assumed)"
+    items.append(MemoryItem(name="contexts", num_bytes=SHARED_CONTEXTS_BYTES, how=how))
+    whole = _whole(items, machine)
+    if sleeps(config):
+        total = trainer.total_bytes + _beside_trainer(config, trainer, engine_bytes)
+        how = "of a GPU: the generator's are off it during a step (generator.colocated: sleep)"
+        whole = MemoryItem(name="total", num_bytes=total, how=how)
+    return MemorySection(owner="shared GPU", items=items, total=whole)
+
+
+def _beside_trainer(config: RunConfig, trainer: TrainerMemory, engine_bytes: int) -> int:
+    """Return what a shared GPU needs besides the trainer's peak.
+
+    An engine that sleeps takes the memory that a step has taken temporarily.
+    """
+    freed = math.ceil(trainer.fullest.total) if sleeps(config) else 0
+    return max(0, engine_bytes - freed) + SHARED_CONTEXTS_BYTES
 
 
 def trainer_gpu_share(config: RunConfig, facts: ModelFacts) -> float | None:
@@ -126,15 +146,31 @@ def trainer_gpu_share(config: RunConfig, facts: ModelFacts) -> float | None:
     if not shares_gpus(config):
         return None
     trainer = trainer_memory(config, facts, count_parameters(facts), Machine.GPU).total_bytes
-    return trainer / (trainer + bytes_beside_trainer(config, facts))
+    return trainer / shared_gpu_bytes(config, facts)
 
 
-def bytes_beside_trainer(config: RunConfig, facts: ModelFacts) -> int:
-    """Return the memory of a shared GPU that is not for the trainer's tensors."""
-    return (
-        total_bytes(generator_memory(config, facts, count_parameters(facts), Machine.GPU))
-        + SHARED_CONTEXTS_BYTES
-    )
+def shared_gpu_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the memory of a GPU with a rank of both roles."""
+    counts = count_parameters(facts)
+    trainer = trainer_memory(config, facts, counts, Machine.GPU)
+    engine_bytes = total_bytes(generator_memory(config, facts, counts, Machine.GPU))
+    return trainer.total_bytes + _beside_trainer(config, trainer, engine_bytes)
+
+
+def room_for_kv_cache(config: RunConfig, facts: ModelFacts, *, usable: int) -> int:
+    """Return the bytes of a KV cache with which both roles take ``usable`` bytes of a GPU.
+
+    Negative if they do not fit without one.
+    """
+    counts = count_parameters(facts)
+    trainer = trainer_memory(config, facts, counts, Machine.GPU)
+    beside = usable - trainer.total_bytes - SHARED_CONTEXTS_BYTES
+    if beside < 0:
+        return beside
+    engine_bytes = total_bytes(generator_memory(config, facts, counts, Machine.GPU))
+    without_cache = engine_bytes - round(config.generator.kv_cache_gib * 2**30)
+    freed = math.ceil(trainer.fullest.total) if sleeps(config) else 0
+    return beside + freed - without_cache
 
 
 def _whole(items: Sequence[MemoryItem], machine: Machine) -> MemoryItem:
@@ -446,6 +482,7 @@ def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[
         *_snapshots(config, facts),
         *merged,
         *_host_shadow(config, facts, machine),
+        *_asleep(config, facts, machine),
         _payload_store(config, facts),
     ]
 
@@ -469,6 +506,16 @@ def _snapshots(config: RunConfig, facts: ModelFacts) -> list[MemoryItem]:
     average = ", its average" * num_averages(config.teachers)
     how = f"{NUM_SNAPSHOTS} x what is trained{average} and its moments, float32: one whole, one written"
     return [MemoryItem(name="trainer snapshots, all ranks", num_bytes=num_bytes, how=how)]
+
+
+def _asleep(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:
+    if machine is Machine.CPU or not sleeps(config):
+        return []
+    generator = config.generator
+    num_ranks = generator.num_engines * generator.tensor_parallel
+    num_bytes = num_ranks * _weights(config, facts, count_parameters(facts))
+    how = "generator.colocated: sleep"
+    return [MemoryItem(name="weights of engines that sleep", num_bytes=num_bytes, how=how)]
 
 
 def _host_shadow(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:

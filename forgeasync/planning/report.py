@@ -14,6 +14,7 @@ from rich.table import Table
 from forgeasync.config import (
     ROW_ALIGNMENT,
     ActivationCheckpointing,
+    Colocated,
     HostNames,
     InstalledEnvironment,
     LocalLauncher,
@@ -32,17 +33,19 @@ from forgeasync.config import (
     resolve,
     reward_gpus,
     shares_gpus,
+    sleeps,
 )
 from forgeasync.models import SHIPPED_MODELS, check_config, kv_bytes_per_token
 from forgeasync.planning.memory import (
     NOTE,
     Row,
-    bytes_beside_trainer,
     generator_memory,
     gib,
     memory_plan,
     memory_rows,
     planned_machine,
+    room_for_kv_cache,
+    shared_gpu_bytes,
 )
 from forgeasync.planning.parameters import (
     Machine,
@@ -477,11 +480,12 @@ def fit_rows(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> list[tu
         words = " ".join(fit.proposal.overrides(config))
         rows.append(("trainer layout that fits", gib(fit.smallest), words))
     if shares_gpus(config):
-        both = fit.planned + bytes_beside_trainer(config, facts)
+        both = shared_gpu_bytes(resolve(config, facts), facts)
         rows.append(_fit_row("both roles on one GPU: fit", both, fit.usable, limit))
         if both > fit.usable:
             overrides = _shared_overrides(config, facts, fit.usable)
-            rows.append(("overrides with which both fit", overrides or "none found", ""))
+            found = "none" if overrides is None else "these"
+            rows.append(("overrides with which both fit", found, overrides or ""))
         return rows
     # Adapters have no shadow weights.
     shadows = list(ShadowMemory) if config.lora is None else [config.weights.shadow]
@@ -496,20 +500,29 @@ def _shared_overrides(config: RunConfig, facts: ModelFacts, usable: int) -> str 
 
     The KV cache shrinks to a quarter at most, and not below one sequence of full length.
     """
-    counts, cache_gib = count_parameters(facts), config.generator.kv_cache_gib
+    cache_gib = config.generator.kv_cache_gib
     one_sequence = config.model.max_context_length * kv_bytes_per_token(config, facts) / 2**30
-    others = bytes_beside_trainer(config, facts) - cache_gib * 2**30
-    for offload, layout in product(sorted({config.trainer.cpu_offload, True}), _layouts(config)):
+    offloads = sorted({config.trainer.cpu_offload, True})
+    for sleep, offload, layout in product([False, True], offloads, _layouts(config)):
         changed = layout.of(config)
         changed = changed.model_copy(
             update={"trainer": changed.trainer.model_copy(update={"cpu_offload": offload})}
         )
+        if sleep:
+            changed = changed.model_copy(
+                update={
+                    "generator": changed.generator.model_copy(update={"colocated": Colocated.SLEEP}),
+                    "max_off_policy_steps": min(1, config.max_off_policy_steps),
+                }
+            )
         if check_config(changed, facts):
             continue
-        room_gib = (usable - others - _rank_bytes(changed, facts, counts)) / 2**30
+        room_gib = room_for_kv_cache(resolve(changed, facts), facts, usable=usable) / 2**30
         kept_gib = min(cache_gib, int(10 * room_gib) / 10)
         if kept_gib >= max(one_sequence, cache_gib / 4):
             words = list(layout.overrides(config))
+            words += ["generator.colocated=sleep"] * (sleep and not sleeps(config))
+            words += ["max_off_policy_steps=1"] * (sleep and config.max_off_policy_steps > 1)
             words += ["trainer.cpu_offload=true"] * (offload and not config.trainer.cpu_offload)
             words += [f"generator.kv_cache_gib={kept_gib:g}"] * (kept_gib < cache_gib)
             return " ".join(words)

@@ -489,6 +489,16 @@ class GeneratorActor(Actor):
         return await self._receiver.finish()
 
     @concurrent_endpoint
+    async def sleep(self) -> None:
+        """Take the engine off its GPU while the trainer makes a step there."""
+        await self._engine.sleep()
+
+    @concurrent_endpoint
+    async def wake(self) -> None:
+        """Put the engine back on its GPU."""
+        await self._engine.wake()
+
+    @concurrent_endpoint
     async def parameters(self) -> list[dict[str, torch.Tensor]]:
         """Return copies of every worker's parameters, to compare with the trainer's (CPU engines only)."""
         return await self._engine.parameters()

@@ -6,6 +6,7 @@ healthy when the serving loop has updated its weights.
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -15,7 +16,7 @@ from dataclasses import replace
 
 from monarch.actor import ProcMesh
 
-from forgeasync.config import GeneratorSection, RunConfig
+from forgeasync.config import Colocated, GeneratorSection, RunConfig
 from forgeasync.generator import EngineStats
 from forgeasync.observability import Fault, FaultLog, ProcessListFile, Role
 from forgeasync.rollouts import InFlightRead
@@ -130,6 +131,8 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         self._num_tokens_kept = self._num_tokens_lost = 0
         """Tokens that lost generators had in flight; others continue from the kept ones."""
         self._listeners: list[OnChange] = []
+        self.gpu_turn = asyncio.Lock() if section.colocated is Colocated.SLEEP else None
+        """Held during an optimizer step, and while a generator starts, on GPUs that both roles share."""
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -232,6 +235,10 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         }
 
     # Starts and losses.
+
+    async def _set_up(self, rank: int, number: int) -> LiveReplica:
+        async with self.gpu_turn or contextlib.nullcontext():
+            return await super()._set_up(rank, number)
 
     def _begin(self, rank: int) -> int:
         host, is_spare = self._hosts[rank].id, rank in self._spares

@@ -91,7 +91,6 @@ MAX_LATE = 2
 CANCEL_S = 10.0
 """Time limit for a cancelled group to end on its generator, in seconds."""
 
-
 MAX_FAILED_FETCHES = 5
 """Number of consecutive failed fetches after which a generator is replaced; each retries bad blocks."""
 
@@ -425,21 +424,35 @@ class GeneratorRouter:
         self.pool.table.change(lambda table: table.updated(number))
         self.pool.look_for_healed()
 
+    @asynccontextmanager
+    async def asleep(self) -> AsyncIterator[None]:
+        """With ``generator.colocated: sleep``, keep all engines off their GPUs during the body.
+
+        A generator that starts meanwhile waits.
+        """
+        if self.pool.gpu_turn is None:
+            yield
+            return
+        async with self.pool.gpu_turn:
+            engines = self.pool.replicas
+            await self._call_all(engines, "leaving its GPU", lambda one: _done(one.actor.sleep.call_one()))
+            yield
+            await self._call_all(engines, "coming back", lambda one: _done(one.actor.wake.call_one()))
+
     # Updates of the generators of one host.
 
     async def begin_update(self, host: int, manifest: Manifest) -> FetchReport | None:
         """Let the generators of a host fetch a leased version; on return the lease may end.
 
-        Returns None if no generator needs the version, or if one of them is lost during the fetch. In that
-        case, and if any part does not arrive, all of them keep their weights.
+        Returns None if none needs the version, or if one is lost; then, and if a part is missing, all keep
+        their weights.
         """
         version = manifest.version
         numbers = self.pool.table.state.behind(self.pool.hosts[host].id, version)
         replicas = [one for one in map(self.pool.get, numbers) if one is not None]
         if not replicas:
             return None
-        is_new = numbers != self._taking_part.get(host)
-        self._taking_part[host] = numbers
+        is_new, self._taking_part[host] = numbers != self._taking_part.get(host), numbers
         shares = {
             one.number: HostShare(index=index, count=len(replicas)) for index, one in enumerate(replicas)
         }
@@ -510,15 +523,10 @@ class GeneratorRouter:
             return
         self._num_failed[replica.number] += 1
         if (num_failed := self._num_failed[replica.number]) >= MAX_FAILED_FETCHES:
-            replica.lose(
-                f"could not fetch weights: {num_failed} consecutive fetches "
-                + (
-                    f"did not arrive ({report.failure}); check the network between trainer and generators"
-                    if report.failure is not None
-                    else "failed their checksums; weights.lease_timeout_s may be too short, or the host's "
-                    "memory faulty"
-                )
-            )
+            why = "failed their checksums; weights.lease_timeout_s may be too short, or memory faulty"
+            if report.failure is not None:
+                why = f"did not arrive ({report.failure}); check the network"
+            replica.lose(f"could not fetch weights: {num_failed} consecutive fetches {why}")
 
     async def _call_all(
         self,

@@ -209,7 +209,7 @@ class TrainerActor(Actor):
             ValueError: as in ``PolicyTrainer``.
         """
         self._section = setup.section
-        self._bad_steps = setup.bad_steps
+        self._bad_steps, self._empties_cache = setup.bad_steps, setup.empties_cache
         self._host_id = host_id
         self._payloads = PayloadReader(host_id)
         # The model's folder includes the tokenizer.
@@ -335,6 +335,8 @@ class TrainerActor(Actor):
                 result = await self._thread.run(
                     lambda: self._trainer.train_batch(packed, max_fresh_mismatch=limit)
                 )
+                if self._empties_cache:
+                    torch.cuda.empty_cache()
         result = await self._keep_if_bad(result, [row for rows in packed for row in rows])
         read = {f"payload/num_read_{how}": float(count) for how, count in self._num_read.items()}
         metrics = result.metrics | read | {"time/read_payloads_s": read_s}

@@ -30,5 +30,7 @@ class TrainerSetup:
     gpu_share: float | None = None
     """Limit of the CUDA allocator, as a share of the GPU's memory. The rest is for an engine there; None: no
     limit."""
+    empties_cache: bool = False
+    """Whether to return cached GPU memory after every step, for an engine that wakes up then."""
     bad_steps: Path | None = None
     """Folder for the rows of batches with a bad step; None: they are not saved."""

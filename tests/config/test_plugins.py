@@ -181,7 +181,10 @@ def test_a_kind_that_is_no_text_is_refused_as_one(field: str) -> None:
         ("environment={kind: broken}", "guessing:nothing cannot be imported (AttributeError"),
         ("data.reward={kind: brevty}", "'brevity'"),
         ("environment={kind: guessing, options: {worth: 0.5}}", "options"),
-        ("weights.transport=doves", "one of auto, shared_memory, rdma, torchstore, pigeons, or a section"),
+        (
+            "weights.transport=doves",
+            "one of auto, shared_memory, rdma, tcp, torchstore, pigeons, or a section",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(site: Path, override: str, words: str) -> None:

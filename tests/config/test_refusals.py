@@ -183,6 +183,13 @@ $TOPK; teachers={a: {source: live, model_path: t}}; $LORA
     => teachers.a.model_path = 't' | must be null with lora
 $TOPK; teachers={a: {model_path: t}}; launcher={kind: process}
     => launcher.kind = 'process' | must be 'local' with teachers
+generator.colocated=sleep; max_off_policy_steps=1
+    => generator.colocated = 'sleep' | must be share without launcher.share_gpu=true
+generator.colocated=sleep; max_off_policy_steps=2; launcher={kind: local, share_gpu: true}
+    => max_off_policy_steps = 2 | must be 0 or 1 with generator.colocated = 'sleep'
+generator.colocated=sleep; max_off_policy_steps=0; launcher={kind: local, share_gpu: true}
+weights.shadow=device
+    => weights.shadow = 'device' | must be host with generator.colocated = 'sleep'
 $TOPK; teachers={a: {model_path: t}}; launcher={kind: local, share_gpu: true}
     => launcher.share_gpu = True | must be false with a teacher that runs here
 algorithm.terms=[{kind: topk_kl, top_k: 4, ids: student}]; teachers={a: {model_path: t}}; sampling.top_k=5

@@ -6,7 +6,9 @@ References are transformers models of the same weights, and weights that make a 
 
 import asyncio
 import itertools
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -41,6 +43,11 @@ from tests.support.engines import (
 )
 from tests.support.processes import run_alone
 
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+    from forgeasync.generator import GeneratorEngine, SwapReport
+
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=26)
 AMPLE = GeneratorSection(max_num_seqs=32, max_num_batched_tokens=2048, kv_cache_gib=0.05)
 # Room for 11 blocks of 128 tokens, and prefill in chunks: requests wait and are preempted.
@@ -63,9 +70,17 @@ VARIANTS = {
     "in_flight_queued": WeightsSection(),
     "abort_and_resume_queued": WeightsSection(interruption=Interruption.ABORT_AND_RESUME),
     "blocking_queued_recompute": WeightsSection(interruption=Interruption.BLOCKING, kv_cache=RECOMPUTE),
+    "sleep": WeightsSection(kv_cache=RECOMPUTE),
+    "sleep_queued": WeightsSection(kv_cache=RECOMPUTE),
 }
-"""``queued``: with asynchronous scheduling, as on GPUs."""
-EXHAUSTIVE = ("in_flight_recompute", "blocking", "abort_and_resume_queued", "blocking_queued_recompute")
+"""``queued``: with asynchronous scheduling, as on GPUs. ``sleep``: updates arrive while the engine sleeps."""
+EXHAUSTIVE = (
+    "in_flight_recompute",
+    "blocking",
+    "abort_and_resume_queued",
+    "blocking_queued_recompute",
+    "sleep",
+)
 """Each is half of another variant."""
 KEEPS_OLD_CONTEXT = ("in_flight", "blocking", "cancel_stale", "in_flight_queued")
 """After a swap these attend to keys and values of older weights."""
@@ -83,20 +98,60 @@ async def _observe(folders: list[Path], vocab_size: int, name: str) -> Seen:
         schedule_asynchronously()
     # A preempted request under KEEP attends to a mixture that no reference knows: ample memory for those.
     engine = await start_engine(folders[0], AMPLE if keeps else SCARCE, weights)
-    await _cross(seen, engine, folders, prompts)
+    sleeps = "sleep" in name
+    await _cross(seen, engine, folders, prompts, sleeps=sleeps)
     engine.shutdown()
     engine = await start_engine(folders[0], SCARCE, weights)
     scheduler = await engine._client.between_steps(lambda core: core.scheduler)
     preemptions = collected(scheduler, "_preempt_request")
     await _fail(seen, engine, prompts, stands_still=weights.interruption is Interruption.BLOCKING)
     seen.idle = await update(engine, 1, load_file(folders[1] / "model.safetensors"))
-    seen.revealed = await _reveal(engine, folders[0], prompts)
+    seen.revealed = await _reveal(engine, folders[0], prompts, sleeps=sleeps)
     seen.num_preemptions = len(preemptions)
     engine.shutdown()
     return seen
 
 
-async def _cross(seen: Seen, engine: object, folders: list[Path], prompts: list[np.ndarray]) -> None:
+def _lose_memory_asleep(core: "EngineCore") -> None:
+    """Have the engine's worker lose weights and KV cache while it sleeps, as on GPUs."""
+
+    def sleep(self: Any, level: int = 1) -> None:
+        assert level == 1
+        tensors = [parameter.data for parameter in self.model_runner.get_model().parameters()]
+        self.saved = [(tensor, tensor.clone()) for tensor in tensors]
+        for tensor in tensors:
+            tensor.fill_(float("nan"))
+        for cache in self.model_runner.kv_caches:
+            cache.fill_(7.0)
+
+    def wake_up(self: Any, tags: list[str] | None = None) -> None:
+        assert tags is None
+        for tensor, saved in self.saved:
+            tensor.copy_(saved)
+
+    worker = type(core.model_executor.driver_worker.worker)
+    worker.sleep, worker.wake_up = sleep, wake_up
+
+
+async def _update_asleep(
+    seen: Seen, engine: "GeneratorEngine", arrive: Callable[[], Awaitable["SwapReport"]]
+) -> "SwapReport":
+    """An update that arrives while the engine sleeps waits until it wakes."""
+    await ask(engine, _lose_memory_asleep)
+    await engine.sleep()
+    before = await ask(engine, num_output_tokens)
+    arriving = asyncio.create_task(arrive())
+    # The fetch takes 0.02 s. Nothing else shows that nothing happens.
+    await asyncio.sleep(0.1)
+    seen.tokens_asleep = [before, await ask(engine, num_output_tokens)]
+    assert not arriving.done(), "weights were swapped in while they were not there"
+    await engine.wake()
+    return await arriving
+
+
+async def _cross(
+    seen: Seen, engine: "GeneratorEngine", folders: list[Path], prompts: list[np.ndarray], *, sleeps: bool
+) -> None:
     """Sequences run when version 1 and then version 2 arrive; late ones are asked for while 1 arrives."""
     installers = [installer(load_file(folder / "model.safetensors")) for folder in folders]
     running = asyncio.create_task(sample_all(engine, prompts, SAMPLING, num_samples=2))
@@ -112,7 +167,10 @@ async def _cross(seen: Seen, engine: object, folders: list[Path], prompts: list[
         seen.num_running_at_install = len(core.scheduler.requests)
         installers[1](core)
 
-    seen.crossing_reports = [await engine.update_weights(1, prefetch=prefetch, install=install)]
+    def arrive() -> Awaitable["SwapReport"]:
+        return engine.update_weights(1, prefetch=prefetch, install=install)
+
+    seen.crossing_reports = [await (_update_asleep(seen, engine, arrive) if sleeps else arrive())]
     await let_decode(engine, 3)
     second = await engine.update_weights(2, prefetch=nothing_to_fetch, install=installers[2])
     seen.crossing_reports.append(second)
@@ -141,7 +199,9 @@ async def _fail(seen: Seen, engine: object, prompts: list[np.ndarray], *, stands
     seen.survived = await running
 
 
-async def _reveal(engine: object, folder: Path, prompts: list[np.ndarray]) -> list[Rollout]:
+async def _reveal(
+    engine: "GeneratorEngine", folder: Path, prompts: list[np.ndarray], *, sleeps: bool
+) -> list[Rollout]:
     """Many updates under load, some of them asked for at once."""
     versions = range(FIRST_REVEALED, FIRST_REVEALED + NUM_REVEALED)
     weights = {version: revealing_weights(folder, version) for version in versions}
@@ -157,6 +217,9 @@ async def _reveal(engine: object, folder: Path, prompts: list[np.ndarray]) -> li
     for first in range(1, NUM_REVEALED, 2):
         await let_decode(engine, 2)
         pair = versions[first : first + 2]
+        if sleeps:
+            await engine.sleep()
+            await engine.wake()
         await asyncio.gather(*(update(engine, one, weights[one]) for one in pair))
     await let_decode(engine, 2)
     is_over = True
@@ -197,13 +260,17 @@ def test_sequences_cross_updates_where_the_mode_lets_them(seen: Seen, name: str)
     else:
         assert seen.num_running_at_install > 0
         assert [0, 1, 2] in versions, "no sequence crossed both updates"
+    if "sleep" in name:
+        before, after = seen.tokens_asleep
+        assert before == after > 0, "an engine that sleeps makes no step"
 
 
 def test_the_report_says_what_became_of_running_sequences(seen: Seen, name: str) -> None:
     for report in seen.crossing_reports:
         assert (report.num_crossing > 0) == (not name.startswith(("drain", "abort_and_resume")))
         assert (report.num_resumed > 0) == name.startswith("abort_and_resume")
-        assert (report.num_recomputed > 0) == name.endswith("recompute")
+        # Sequences that cross while the engine sleeps have nothing left to compute again.
+        assert (report.num_recomputed > 0) == name.endswith("recompute") or "sleep" in name
         assert report.pause_s > 0
     assert (seen.crossing_reports[0].waited_s > 0) == name.startswith(("drain", "blocking"))
 

@@ -12,6 +12,8 @@ from forgeasync.planning import (
     count_parameters,
     fit_rows,
     fit_trainer,
+    memory_plan,
+    trainer_gpu_share,
     trainer_memory,
 )
 from tests.support.config_samples import CONFIGS
@@ -88,22 +90,43 @@ def test_checkpointing_comes_before_context_parallelism_and_shorter_rows() -> No
         ("0.6b", 20, "generator.kv_cache_gib="),
         ("0.6b", 16, "trainer.cpu_offload=true"),
         ("1.7b", 16, "trainer.activation_checkpointing=full generator.kv_cache_gib="),
-        ("0.6b", 8, "none found"),
+        ("0.6b", 8, "generator.colocated=sleep max_off_policy_steps=1 trainer.cpu_offload=true"),
+        ("0.6b", 4, "none"),
     ],
 )
 def test_a_shared_gpu_that_is_too_small_is_told_what_fits(name: str, gib: int, overrides: str | None) -> None:
     file = CONFIGS / f"qwen3_{name}_1gpu.yaml"
     config = load_config(file)
     facts = read_model_facts(config.model.path)
-    *_, (fits, found, _) = fit_rows(config, facts, gpu_bytes=gib * 2**30)
+    *_, (fits, found, words) = fit_rows(config, facts, gpu_bytes=gib * 2**30)
     if overrides is None:
         assert (fits, found) == ("both roles on one GPU: fit", "yes")
         return
-    assert fits == "overrides with which both fit" and found.startswith(overrides)
-    if overrides != "none found":
-        changed = load_config(file, found.split())
+    assert fits == "overrides with which both fit"
+    if overrides == "none":
+        assert (found, words) == ("none", "")
+    else:
+        assert words.startswith(overrides)
+        changed = load_config(file, words.split())
         assert check_config(changed, facts) == []
         assert fit_rows(changed, facts, gpu_bytes=gib * 2**30)[-1][1] == "yes"
+
+
+def test_an_engine_that_sleeps_takes_the_memory_of_a_step() -> None:
+    """Without it the same config needs 20 GB."""
+    sleep = ["generator.colocated=sleep", "max_off_policy_steps=1"]
+    config = load_config(CONFIGS / "qwen3_1.7b_1gpu.yaml", sleep)
+    facts = read_model_facts(config.model.path)
+    assert fit_rows(config, facts, gpu_bytes=16 * 2**30)[-1][:2] == ("both roles on one GPU: fit", "yes")
+    trainer, generator, shared, *_ = memory_plan(config, facts)
+    constant = sum(item.num_bytes for item in trainer.items[:4])
+    engine = generator.total.num_bytes
+    assert trainer.total.num_bytes - constant < engine
+    assert shared.total.num_bytes == constant + engine + 2 * 2**30
+    share = trainer_gpu_share(config, facts)
+    assert share == trainer.total.num_bytes / shared.total.num_bytes
+    (asleep,) = (item for item in memory_plan(config, facts)[-1].items if "sleep" in item.name)
+    assert asleep.num_bytes == generator.items[0].num_bytes, "its weights are in host memory meanwhile"
 
 
 def test_illegal_layouts_are_not_proposed() -> None:

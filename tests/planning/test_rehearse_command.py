@@ -84,9 +84,15 @@ def test_a_small_run_is_rehearsed_beside_its_own_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["qwen3_0.6b_1gpu", "qwen3_1.7b_1gpu"])
-def test_the_configs_for_one_gpu_are_rehearsed(name: str, tmp_path: Path) -> None:
-    out, folder, config = rehearse(tmp_path, CONFIGS / f"{name}.yaml")
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("qwen3_0.6b_1gpu", ()),
+        ("qwen3_1.7b_1gpu", ("generator.colocated=sleep", "max_off_policy_steps=1")),
+    ],
+)
+def test_the_configs_for_one_gpu_are_rehearsed(name: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    out, folder, config = rehearse(tmp_path, CONFIGS / f"{name}.yaml", *overrides)
     assert re.search(r"export +│ exercised", out) and "failed" not in out
     assert shares_gpus(config)
     assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [0, 1, 2, 3]

@@ -245,6 +245,24 @@ def called(world: ReplicaWorld, name: str) -> set[int]:
     return {number for call, number, _ in world.log if call == name}
 
 
+async def test_generators_that_sleep_leave_their_gpus_to_a_step() -> None:
+    async with generators_of(("a", "a"), colocated="sleep") as world:
+        async with world.router.asleep():
+            assert called(world, "sleep") == {0, 1} and not called(world, "wake")
+            world.kill(0)
+            await world.until(lambda: world.state(0) is ReplicaState.DEAD)
+            await world.until(lambda: world.told != [])
+            assert set(world.generators) == {0, 1}, "one that starts waits for its turn"
+        assert called(world, "wake") == {1}
+        await replaced(world)
+        async with world.router.asleep():
+            assert called(world, "sleep") == {0, 1, 2}
+    async with generators_of(("a",)) as world:
+        async with world.router.asleep():
+            pass
+        assert world.log == [], "generators that share their GPUs go on"
+
+
 async def test_each_act_starts_when_all_have_ended_the_one_before() -> None:
     async with generators_of(HOSTS) as world:
         report = await world.router.begin_update(0, manifest_of(7))

@@ -60,7 +60,7 @@ class ScriptedGenerator:
         self.step_s: float | None = None
         """What its steps take; None: it makes none."""
         self.stats = self.beat
-        for name in ("stage_update", "abandon_update", "finish_update"):
+        for name in ("stage_update", "abandon_update", "finish_update", "sleep", "wake"):
             setattr(self, name, Endpoint(functools.partial(self._act, name)))
 
     async def _answering(self, name: str) -> None:

@@ -157,6 +157,12 @@ class UpdatableCPUWorker(CPUWorker):
         """Make the shadows the model's parameters."""
         self._weights.swap()
 
+    def sleep(self, level: int = 1) -> None:
+        """Keep everything: there is no GPU to leave."""
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Do nothing: see ``sleep``."""
+
     def copy_parameters(self) -> dict[str, torch.Tensor]:
         """Return copies of the live parameters, with experts unpacked."""
         return self._weights.parameters()

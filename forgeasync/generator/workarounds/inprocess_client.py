@@ -134,6 +134,9 @@ class InProcessAsyncClient(EngineCoreClient):
         self._outputs: asyncio.Queue[EngineCoreOutputs | BaseException] = asyncio.Queue()
         self._stopping = False
         self._stands_still = False
+        self._is_asleep = False
+        self._awake = asyncio.Event()
+        self._awake.set()
         self.resources = _Resources()
         self.step_times = EngineStepTimes()
         # Built in the thread that steps it: vLLM's GPU runner keeps the CUDA stream of the thread that warms
@@ -159,11 +162,11 @@ class InProcessAsyncClient(EngineCoreClient):
         built.set_result(core)
         try:
             while not self._stopping:
-                if self._stands_still or not (core.scheduler.has_requests() or core.batch_queue):
+                if self._is_held or not (core.scheduler.has_requests() or core.batch_queue):
                     self._run_command()
                 while not self._commands.empty():
                     self._run_command()
-                if not self._stopping and not self._stands_still:
+                if not self._stopping and not self._is_held:
                     self._step()
             self._drain()
         except Exception as error:
@@ -236,6 +239,44 @@ class InProcessAsyncClient(EngineCoreClient):
             yield
         finally:
             await self.between_steps(lambda _: stand_still(False))
+
+    @property
+    def _is_held(self) -> bool:
+        return self._stands_still or self._is_asleep
+
+    async def fall_asleep(self) -> None:
+        """Take the weights and the KV cache off the GPU. No step is made before ``wake``; commands still run.
+
+        Running requests keep their tokens, and compute their KV cache again.
+        """
+
+        def leave(core: EngineCore) -> None:
+            core.reset_prefix_cache(reset_running_requests=True)
+            core.model_executor.sleep(level=1)
+            self._is_asleep = True
+
+        await self.between_steps(leave)
+        self._awake.clear()
+
+    async def wake(self) -> None:
+        """Put the weights and an empty KV cache back on the GPU, and go on."""
+
+        def wake_up(core: EngineCore) -> None:
+            core.model_executor.wake_up()
+            self._is_asleep = False
+
+        await self.between_steps(wake_up)
+        self._awake.set()
+
+    async def while_awake(self, function: Callable[[EngineCore], R]) -> R:
+        """Run a function between two steps while the weights are on the GPU; waits for ``wake``."""
+
+        def run(core: EngineCore) -> tuple[R] | None:
+            return None if self._is_asleep else (function(core),)
+
+        while (result := await self.between_steps(run)) is None:
+            await self._awake.wait()
+        return result[0]
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         def add(core: EngineCore) -> None:
