@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from forgeasync.config import Dtype, GeneratorSection, SamplingSection
+from forgeasync.config import ADAPTABLE, Dtype, GeneratorSection, LoraSection, SamplingSection
 from forgeasync.testing import write_tiny_model
 from tests.support.compiled_triton import Compiled, Compiler, Launch, known_kernels, record_launches
 from tests.support.engines import NO_RECORDS, RECORDS, start_engine
@@ -36,6 +37,20 @@ SAMPLED = tuple(
     for cut in ({}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.1})
 )
 NUM_SCORED = 20
+
+# A layer of the same model, with experts as they are on one of four GPUs, and its adapters.
+ADAPTER = LoraSection(rank=16, alpha=32.0, targets=ADAPTABLE)
+WIDTH = EXPERT_HIDDEN // 4
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+SIZES = {
+    "q_proj": (4096, HIDDEN),
+    "k_proj": (512, HIDDEN),
+    "v_proj": (512, HIDDEN),
+    "o_proj": (HIDDEN, 4096),
+    "gate_proj": (WIDTH, HIDDEN),
+    "up_proj": (WIDTH, HIDDEN),
+    "down_proj": (HIDDEN, WIDTH),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +89,18 @@ CHIPS = (
 GPU_RUNNER = "vllm.v1.worker.gpu"
 TRUNCATION = "vllm.v1.sample.ops.topk_topp_triton"
 MOE = "vllm.model_executor.layers.fused_moe.fused_moe"
-COVERED = (GPU_RUNNER, TRUNCATION, MOE)
+ADAPTERS = "vllm.lora.ops.triton_ops"
+COVERED = (GPU_RUNNER, TRUNCATION, MOE, ADAPTERS)
 """Modules, and packages with all modules in them, whose kernels are compiled or in ``NOT_LAUNCHED``."""
 
 NOT_LAUNCHED = {
+    f"{ADAPTERS}.fp8_kernel_utils.": "quantized adapters",
+    f"{ADAPTERS}.fused_moe_lora_fp8_op.": "quantized adapters",
+    f"{ADAPTERS}.fused_moe_lora_op._fused_moe_lora_kernel": "adapters of experts with ranks above 128",
+    f"{ADAPTERS}.fused_moe_lora_op._get_": "adapters of experts with ranks above 128",
+    f"{ADAPTERS}.lora_expand_fp8_op.": "quantized adapters",
+    f"{ADAPTERS}.lora_shrink_fp8_op.": "quantized adapters",
+    f"{ADAPTERS}.lora_shrink_op._lora_shrink_reduce_kernel": "batch_invariant",
     f"{GPU_RUNNER}.cp_utils.": "context parallelism of engines",
     f"{GPU_RUNNER}.input_batch._expand_idx_mapping_kernel": "speculative decoding",
     f"{GPU_RUNNER}.input_batch._post_update_num_computed_tokens_kernel": "pooling",
@@ -102,15 +125,17 @@ NOT_LAUNCHED = {
 """Beginnings of names, and what the kernels are for, which our engines do without."""
 
 
-async def record_engines(folder: Path) -> set[Launch]:
-    """Launches of an engine that samples with records, and of one that scores tokens and samples without."""
+async def record_engines(folder: Path, wide: Path) -> set[Launch]:
+    """Return launches of three engines: one samples with records, one scores and samples, one has adapters."""
     from vllm import SamplingParams
+    from vllm.lora.ops.triton_ops import lora_shrink_op, utils
 
+    from forgeasync.generator import AdapterSetup, score_given_ids, score_tokens
     from forgeasync.generator import engine as engine_module
-    from forgeasync.generator import score_given_ids, score_tokens
 
     engine_module.AsyncEngineArgs = functools.partial(engine_module.AsyncEngineArgs, load_format="dummy")
-    launches = record_launches()
+    lora_shrink_op.get_lora_op_configs = utils.get_lora_op_configs
+    launches = record_launches(passed_over=(ADAPTERS, MOE))
     ids_S = np.arange(3, 11, dtype=np.int32)
     engine = await start_engine(folder, GENERATOR, records=RECORDS)
     for sampling in SAMPLED:
@@ -134,6 +159,13 @@ async def record_engines(folder: Path) -> set[Launch]:
     )
     await engine.run_request(ids_S.tolist(), params)
     engine.shutdown()
+    names = (name for name in load_file(wide / "model.safetensors") if ".layers.0." in name)
+    shapes = {name: SIZES[part] for name in names if (part := name.split(".")[-2]) in SIZES}
+    adapters = AdapterSetup(lora=ADAPTER, shapes=shapes, folder=wide / "adapter")
+    engine = await start_engine(wide, GENERATOR, records=NO_RECORDS, adapters=adapters)
+    for num_samples in (1, 24):
+        await engine.generate(prompt_ids_P=ids_S, num_samples=num_samples, seed=0, sampling=SAMPLED[0])
+    engine.shutdown()
     return launches
 
 
@@ -143,7 +175,7 @@ def truncate(num_multiprocessors: int) -> None:
 
     topk_topp_triton.num_compute_units = lambda _: num_multiprocessors
     with torch.device("meta"):
-        for num_requests in (1, 16, GENERATOR.max_num_seqs):
+        for num_requests in (1, GENERATOR.max_num_seqs):
             logits, top_p = torch.empty(num_requests, VOCAB), torch.empty(num_requests)
             top_k = torch.empty(num_requests, dtype=torch.int32)
             for k, p in ((top_k, None), (None, top_p), (top_k, top_p)):
@@ -171,7 +203,7 @@ def compute_experts(num_ranks: int) -> None:
 
 
 def compile_all(launches: set[Launch]) -> tuple[list[Compiled], set[str]]:
-    """What became of all kernels, and names of covered modules' kernels that were not launched."""
+    """Return the results for all kernels, and names of covered modules' kernels that were not launched."""
     compiler = Compiler()
     from vllm import _custom_ops
     from vllm.model_executor.layers.fused_moe import fused_moe
@@ -201,15 +233,22 @@ def _nothing(*arguments: object, **named: object) -> None:
     """Stands for a CUDA kernel."""
 
 
+def _edit(folder: Path, **values: int) -> None:
+    """Change the config of a model, whose weights are not read."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Compiled], set[str]]]:
-    folder = write_tiny_model(tmp_path_factory.mktemp("model") / "hf", num_experts=EXPERTS, top_k=TOP_K)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB}))
+    new = functools.partial(write_tiny_model, num_experts=EXPERTS, top_k=TOP_K)
+    folder, wide = (new(tmp_path_factory.mktemp("model") / "hf") for _ in range(2))
+    _edit(folder, vocab_size=VOCAB)
+    _edit(wide, num_hidden_layers=1, hidden_size=HIDDEN, moe_intermediate_size=WIDTH, **HEADS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(folder.parent / "cache"))
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        yield run_apart(compile_all, run_on_gpu_runner(record_engines, folder))
+        yield run_apart(compile_all, run_on_gpu_runner(record_engines, folder, wide))
 
 
 def test_kernels_compile_and_fit(results: tuple[list[Compiled], set[str]]) -> None:

@@ -41,8 +41,11 @@ class Compiled:
     error: str = ""
 
 
-def record_launches() -> set[Launch]:
-    """A set that the launches of interpreted kernels are added to; they run as ever."""
+def record_launches(*, passed_over: tuple[str, ...]) -> set[Launch]:
+    """A set that the launches of interpreted kernels are added to.
+
+    They run as ever, except those in modules whose names begin with one of ``passed_over``.
+    """
     from triton.runtime.interpreter import GridExecutor
 
     found: set[Launch] = set()
@@ -51,8 +54,10 @@ def record_launches() -> set[Launch]:
     def record(self: GridExecutor, *arguments: object, **named: object) -> None:
         described = tuple(map(_describe, arguments))
         constants = tuple((name, _describe(value)) for name, value in named.items())
-        found.add(Launch(self.fn.__globals__["__name__"], self.fn.__name__, described, constants))
-        run(self, *arguments, **named)
+        module = self.fn.__globals__["__name__"]
+        found.add(Launch(module, self.fn.__name__, described, constants))
+        if not module.startswith(passed_over):
+            run(self, *arguments, **named)
 
     GridExecutor.__call__ = record
     return found
