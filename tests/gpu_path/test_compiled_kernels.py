@@ -122,11 +122,11 @@ NOT_LAUNCHED = {
     f"{MOE}.compute_identity_kernel": "models with experts that compute nothing",
     f"{MOE}.fused_moe_kernel_gptq_awq": "quantized experts",
 }
-"""Beginnings of names, and what the kernels are for, which our engines do without."""
+"""First parts of the names of kernels that our engines do not launch, and what the kernels are for."""
 
 
 async def record_engines(folder: Path, wide: Path) -> set[Launch]:
-    """Return launches of three engines: one samples with records, one scores and samples, one has adapters."""
+    """Return launches of three engines: the first records, the second scores, the third has adapters."""
     from vllm import SamplingParams
     from vllm.lora.ops.triton_ops import lora_shrink_op, utils
 
@@ -147,7 +147,7 @@ async def record_engines(folder: Path, wide: Path) -> set[Launch]:
     given_TK = np.tile(np.arange(NUM_SCORED, dtype=np.int32), (len(ids_S) - 5, 1))
     await score_given_ids(engine, ids_S, given_TK, num_prompt=5)
     await engine.generate(prompt_ids_P=ids_S, num_samples=1, seed=0, sampling=SAMPLED[1])
-    # What other programs may ask of an engine that is served.
+    # Options that our sections do not have.
     params = SamplingParams(
         max_tokens=2,
         repetition_penalty=1.1,
@@ -170,7 +170,7 @@ async def record_engines(folder: Path, wide: Path) -> set[Launch]:
 
 
 def truncate(num_multiprocessors: int) -> None:
-    """Launch what top-k and top-p do with float32 logits, of few and of many requests."""
+    """Launch the kernels of top-k and top-p for one request and for many."""
     from vllm.v1.sample.ops import topk_topp_triton
 
     topk_topp_triton.num_compute_units = lambda _: num_multiprocessors
@@ -179,7 +179,7 @@ def truncate(num_multiprocessors: int) -> None:
             logits, top_p = torch.empty(num_requests, VOCAB), torch.empty(num_requests)
             top_k = torch.empty(num_requests, dtype=torch.int32)
             for k, p in ((top_k, None), (None, top_p), (top_k, top_p)):
-                # What the second function does too, of tensors on a GPU.
+                # On a GPU, the second function calls the first.
                 is_split = p is not None and num_requests <= topk_topp_triton._SPLIT_MAX_BATCH
                 if is_split:
                     topk_topp_triton._apply_topp_split(logits, k, p, float("-inf"), num_multiprocessors)
@@ -188,7 +188,7 @@ def truncate(num_multiprocessors: int) -> None:
 
 
 def compute_experts(num_ranks: int) -> None:
-    """Launch what experts do with batches of all sizes, on one of the GPUs that share them."""
+    """Launch the kernels of experts for batches of all sizes, on one of ``num_ranks`` GPUs."""
     from vllm.model_executor.layers.fused_moe import fused_moe
 
     fused_moe.get_moe_configs.cache_clear()

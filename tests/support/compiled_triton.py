@@ -33,7 +33,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What became of a kernel on one chip."""
+    """The result for one kernel and chip."""
 
     kernel: str
     arch: int
@@ -42,9 +42,9 @@ class Compiled:
 
 
 def record_launches(*, passed_over: tuple[str, ...]) -> set[Launch]:
-    """A set that the launches of interpreted kernels are added to.
+    """Return a set that gets the launches of interpreted kernels.
 
-    They run as ever, except those in modules whose names begin with one of ``passed_over``.
+    The kernels still run, except those in modules whose names begin with one of ``passed_over``.
     """
     from triton.runtime.interpreter import GridExecutor
 
@@ -129,7 +129,7 @@ def name_of(kernel: object) -> str:
 
 
 def known_kernels() -> set[str]:
-    """Everything with ``@triton.jit`` in the modules that this process has imported."""
+    """Return names of all functions with ``@triton.jit`` in the modules that this process has imported."""
     from triton.runtime.jit import _triton_jit_function_registry
 
     return {name_of(kernel) for kernel in _triton_jit_function_registry.values()}
