@@ -128,12 +128,12 @@ NOT_LAUNCHED = {
 async def record_engines(folder: Path, wide: Path) -> set[Launch]:
     """Return launches of three engines: the first records, the second scores, the third has adapters."""
     from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.lora.ops.triton_ops import lora_shrink_op, utils
 
     from forgeasync.generator import AdapterSetup, score_given_ids, score_tokens
-    from forgeasync.generator import engine as engine_module
 
-    engine_module.AsyncEngineArgs = functools.partial(engine_module.AsyncEngineArgs, load_format="dummy")
+    AsyncEngineArgs.__init__ = functools.partialmethod(AsyncEngineArgs.__init__, load_format="dummy")
     lora_shrink_op.get_lora_op_configs = utils.get_lora_op_configs
     launches = record_launches(passed_over=(ADAPTERS, MOE))
     ids_S = np.arange(3, 11, dtype=np.int32)
