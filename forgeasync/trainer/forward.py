@@ -37,7 +37,7 @@ from forgeasync.trainer import hf_checkpoint
 from forgeasync.trainer.logprobs import Predictions, SumRanks, Targets
 from forgeasync.trainer.lora import without_adapters
 from forgeasync.trainer.model import build_parallel_model
-from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
+from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.replay_router import replay, replay_routers
 from forgeasync.trainer.workarounds.attention import (
     ContextAttention,
@@ -76,20 +76,20 @@ class RowForward:
         (``ReplayedDecisions.note``).
         """
         mine = self.own_part(row)
-        is_counted_BL = None
+        num_uses_BL = None
         if self._counts_experts:
             # Padding does not count towards the load of an expert.
-            is_real_L = torch.from_numpy(row.sequence_ids_L[mine] != NO_SEQUENCE)
-            is_counted_BL = is_real_L[None].to(DEVICE_TYPE)
+            # A token that several sequences share counts once for each of them.
+            num_uses_BL = torch.from_numpy(row.num_uses_L[mine])[None].to(DEVICE_TYPE)
         if row.expert_ids_LMK is not None:
             ids_BLMK = torch.from_numpy(row.expert_ids_LMK[mine])[None].to(DEVICE_TYPE)
             positions_BL = torch.arange(mine.start, mine.stop, device=DEVICE_TYPE)[None]
-            return replay(self.routers, ids_BLMK, is_counted_BL, noted_ML=noted_ML, positions_BL=positions_BL)
+            return replay(self.routers, ids_BLMK, num_uses_BL, noted_ML=noted_ML, positions_BL=positions_BL)
         if not self._always_replays:
             return nullcontext()
         shape = (1, mine.stop - mine.start, len(self.routers), self.routers[0].top_k)
         unrecorded_BLMK = torch.full(shape, NO_RECORD, device=DEVICE_TYPE)
-        return replay(self.routers, unrecorded_BLMK, is_counted_BL)
+        return replay(self.routers, unrecorded_BLMK, num_uses_BL)
 
     def own_part(self, row: PackedRow) -> slice:
         """Return the positions of a row that this rank computes: an equal part with context parallelism."""
@@ -109,25 +109,26 @@ class RowForward:
         vocabulary at temperature 1 are returned.
         """
         mine = self.own_part(row)
-        # This rank's targets: their positions in its part, and the index of the first among all targets.
-        positions_T = row.mask_L[mine].nonzero()[0]
-        first = int(row.mask_L[: mine.start].sum())
-        kept = row.kept_tokens.slice(first, first + len(positions_T))
+        # This rank's targets. Those of a part are consecutive: rows that ranks divide share no prefixes.
+        own = slice(*np.searchsorted(row.places_T, (mine.start, mine.stop)))
+        if self._context_group is None:
+            own = slice(0, row.num_targets)
+        kept = row.kept_tokens.slice(own.start, own.stop)
         targets = Targets(
-            token_ids_T=torch.from_numpy(row.target_ids_L[mine][positions_T]).to(DEVICE_TYPE),
+            token_ids_T=torch.from_numpy(row.target_ids_T[own]).to(DEVICE_TYPE),
             kept_offsets=torch.from_numpy(kept.offsets),
             kept_ids=torch.from_numpy(kept.ids_N).to(DEVICE_TYPE),
             extra_ids_TK=None
             if extra_ids_TK is None
-            else torch.from_numpy(extra_ids_TK[first : first + len(positions_T)]).to(DEVICE_TYPE),
+            else torch.from_numpy(extra_ids_TK[own]).to(DEVICE_TYPE),
         )
-        places_T = torch.from_numpy(positions_T).to(DEVICE_TYPE)
+        places_T = torch.from_numpy(row.places_T[own] - mine.start).to(DEVICE_TYPE)
         # All uploads come before this, because each one waits for what runs on the GPU.
         positions_L = torch.from_numpy(row.positions_L[mine])
         hidden_BLD = self._model(
             torch.from_numpy(row.token_ids_L[mine])[None].to(DEVICE_TYPE),
             positions=positions_L[None].to(DEVICE_TYPE),
-            attention_masks=attention_masks(self._model, row.positions_L[None], part=mine),
+            attention_masks=attention_masks(self._model, row, part=mine),
         )
         if isinstance(hidden_BLD, DTensor):
             hidden_BLD = hidden_BLD.to_local()
@@ -139,7 +140,7 @@ class RowForward:
         if group is None:
             return found
         # Objectives need whole sequences: every rank of the row continues with all of its targets.
-        around = (first, row.num_targets - first - len(positions_T))
+        around = (own.start, row.num_targets - own.stop)
 
         def of_row(part: torch.Tensor) -> torch.Tensor:
             return SumRanks.apply(F.pad(part, (0, 0) * (part.ndim - 1) + around), group)
@@ -164,15 +165,16 @@ class RowForward:
 
 
 def attention_masks(
-    model: Decoder, positions_BL: np.ndarray, *, part: slice
+    model: Decoder, row: PackedRow, *, part: slice
 ) -> AttentionMasksType | PackedSequences | PartMetadata:
-    """Return what attention needs to separate the packed sequences of whole rows (int64 [B, L]).
+    """Return what attention needs to separate the sequences of a row.
 
-    ``part`` has the positions of each row that this rank computes.
+    ``part`` has the positions of the row that this rank computes.
     """
+    positions_BL = row.positions_L[None]
     match model.config.first_attention.inner_attention:
         case PackedAttention.Config():
-            return packed_sequences(torch.from_numpy(positions_BL), query_start=part.start)
+            return packed_sequences(torch.from_numpy(row.visible_until_L), query_start=part.start)
         case ContextAttention.Config():
             return part_metadata(positions_BL, start=part.start, stop=part.stop, device=DEVICE_TYPE)
     return model.get_attention_masks(torch.from_numpy(positions_BL).to(DEVICE_TYPE))
@@ -215,14 +217,13 @@ def _unrecorded(forward: RowForward, row: PackedRow) -> torch.Tensor:
         return forward.logprobs(unrecorded)
 
 
-def of_targets(row: PackedRow, values_L: np.ndarray) -> torch.Tensor:
-    """Return one of the row's arrays at its targets [T], on the device."""
-    return torch.from_numpy(values_L[row.mask_L]).to(DEVICE_TYPE)
+def _on_device(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values).to(DEVICE_TYPE)
 
 
 def trained_mask(row: PackedRow, max_token_age: int | None) -> torch.Tensor:
     """Return which targets of a row are trained on: bool [T]; all of them if ``max_token_age`` is None."""
-    ages_T = of_targets(row, row.ages_L)
+    ages_T = _on_device(row.ages_T)
     if max_token_age is None:
         return torch.ones_like(ages_T, dtype=torch.bool)
     return ages_T <= max_token_age
@@ -246,14 +247,13 @@ def count_targets(
     """Count the targets of a step; collective."""
     counts = torch.zeros(3 + len(loss.terms), dtype=torch.float64, device=DEVICE_TYPE)
     for row, mask_T in zip(rows, masks, strict=True):
-        sequence_ids_T = of_targets(row, row.sequence_ids_L)
-        sample_weights_T = of_targets(row, row.sample_weights_L)
+        sequence_ids_T, sample_weights_T = map(_on_device, (row.sequence_ids_T, row.sample_weights_T))
         counts[0] += loss.count(mask_T, sequence_ids_T, sample_weights_T)
         counts[1] += mask_T.sum()
         counts[2] += row.num_targets
         has_target_T = mask_T
         if loss.needs_teacher:
-            has_target_T = torch.from_numpy(_teacher_record(row, loss).has_target_T).to(DEVICE_TYPE)
+            has_target_T = _on_device(_teacher_record(row, loss).has_target_T)
         of_terms = loss.term_counts(mask_T, has_target_T, sequence_ids_T, sample_weights_T)
         for index, count in enumerate(of_terms):
             counts[3 + index] += count
@@ -276,7 +276,7 @@ def student_ids_of(row: PackedRow, loss: Loss) -> np.ndarray | None:
     """
     if not loss.terms:
         return None
-    targets_T1 = row.target_ids_L[row.mask_L][:, None]
+    targets_T1 = row.target_ids_T[:, None]
     if not loss.needs_teacher:
         return targets_T1
     # Where the record has no id, id 0 is requested, and its log-probability is masked out.
@@ -298,12 +298,12 @@ def row_tokens(
     full_logprobs_T = None if predictions.extra_logprobs_TK is None else predictions.extra_logprobs_TK[:, 0]
     return RowTokens(
         logprobs_T=predictions.logprobs_T,
-        behavior_logprobs_T=of_targets(row, row.behavior_logprobs_L),
-        advantages_T=of_targets(row, row.advantages_L),
+        behavior_logprobs_T=_on_device(row.behavior_logprobs_T),
+        advantages_T=_on_device(row.advantages_T),
         mask_T=mask_T,
-        sequence_ids_T=of_targets(row, row.sequence_ids_L),
-        ages_T=of_targets(row, row.ages_L),
-        sample_weights_T=of_targets(row, row.sample_weights_L),
+        sequence_ids_T=_on_device(row.sequence_ids_T),
+        ages_T=_on_device(row.ages_T),
+        sample_weights_T=_on_device(row.sample_weights_T),
         ref_logprobs_T=ref_logprobs_T,
         proximal_logprobs_T=proximal_logprobs_T,
         full_logprobs_T=full_logprobs_T,

@@ -1,16 +1,22 @@
 """Packs sequences into rows and assigns rows to data-parallel ranks, with numpy arrays.
 
-A sequence is a prompt followed by its response. Position t of a row predicts ``target_ids_L[t]``, the token
-after it. Only positions whose target is a sampled token of a response are trained on. Text that an
-environment inserted between two turns of the model is attended to like a prompt.
+A sequence is a prompt followed by its response. A row has the tokens of its sequences once each: with shared
+prefixes, sequences that begin alike have the tokens of their common beginning together. So a row is a forest
+of token trees, laid out depth-first: token k is seen by itself and by the tokens after it, before
+``visible_until_L[k]``. Without shared prefixes every sequence is a tree without branches.
 
-Shape suffixes: P prompt tokens, T response tokens (of a sequence, or of all in a row), L row length, M MoE
-layers, K top-k.
+A target is a sampled token of a response, which is predicted at the place of the token before it. Several
+targets can have one place. Text that an environment inserted between two turns of the model is attended to
+like a prompt.
+
+Shape suffixes: P prompt tokens, T response tokens (of a sequence, or targets of a row), S all tokens of a
+sequence, L row length, M MoE layers, K top-k.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +33,6 @@ from forgeasync.rollouts import (
     plan_rows,
 )
 
-NO_SEQUENCE = -1
-"""Sequence id of padding."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
@@ -42,12 +45,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedSource:
-    """Source with its place in a row: tokens [start, start + num_prompt_tokens + num_response_tokens)."""
+    """Source with the places of its prompt and response in a row."""
 
     source: Source
-    start: int
+    places_S: np.ndarray
     num_prompt_tokens: int
-    num_response_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,90 +85,146 @@ class TrainingSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
-    """Sequences laid end to end; ``positions_L`` restart at 0 with each of them.
+    """Sequences as a forest of tokens, with the targets of each sequence in turn.
 
-    ``kept_tokens`` has one set per target, in the order of the row. ``teacher`` has one record per target; it
-    is None for an empty row, and in runs without a teacher.
+    ``positions_L`` are depths: they restart at 0 with each tree. ``num_uses_L`` is the number of sequences
+    that a token belongs to, 0 for padding. ``places_T`` are the positions in the row at which targets are
+    predicted, and ``sequence_ids_T`` count the sequences of the row. ``kept_tokens`` has one set per target.
+    ``teacher`` has one record per target; it is None for an empty row, and in runs without a teacher.
     """
 
     token_ids_L: np.ndarray
     positions_L: np.ndarray
-    target_ids_L: np.ndarray
-    mask_L: np.ndarray
-    behavior_logprobs_L: np.ndarray
-    advantages_L: np.ndarray
-    sample_weights_L: np.ndarray
-    ages_L: np.ndarray
-    sequence_ids_L: np.ndarray
+    visible_until_L: np.ndarray
+    num_uses_L: np.ndarray
     expert_ids_LMK: np.ndarray | None
+    places_T: np.ndarray
+    target_ids_T: np.ndarray
+    behavior_logprobs_T: np.ndarray
+    advantages_T: np.ndarray
+    sample_weights_T: np.ndarray
+    ages_T: np.ndarray
+    sequence_ids_T: np.ndarray
     kept_tokens: KeptTokens
+    num_sequences: int
     teacher: TeacherRecord | None = None
     sources: tuple[PlacedSource, ...] = ()
     """One source for each sequence, or none."""
 
     @property
     def num_targets(self) -> int:
-        """Number of positions that are trained on."""
-        return int(self.mask_L.sum())
+        return len(self.places_T)
 
 
-def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
-    """Lay sequences end to end and pad to ``padded_length``; an empty row is all padding."""
-    used = sum(sequence.num_tokens for sequence in sequences)
+def pack_row(sequences: Sequence[TrainingSequence], *, share_prefixes: bool = False) -> PackedRow:
+    """Lay sequences out and pad to ``padded_length``; an empty row is all padding.
+
+    With ``share_prefixes``, tokens of a common beginning are shared if their ids and their recorded experts
+    are equal in every layer; otherwise the tree splits at the first token that differs.
+    """
+    sequences, shared_S = _depth_first(sequences) if share_prefixes else (sequences, [0] * len(sequences))
+    used = sum(one.num_tokens - shared for one, shared in zip(sequences, shared_S, strict=True))
     length = padded_length(used)
-    row = PackedRow(
-        token_ids_L=np.zeros(length, np.int64),
-        positions_L=np.zeros(length, np.int64),
-        target_ids_L=np.zeros(length, np.int64),
-        mask_L=np.zeros(length, bool),
-        behavior_logprobs_L=np.zeros(length, np.float32),
-        advantages_L=np.zeros(length, np.float32),
-        sample_weights_L=np.zeros(length, np.float32),
-        ages_L=np.zeros(length, np.int32),
-        sequence_ids_L=np.full(length, NO_SEQUENCE, np.int64),
-        expert_ids_LMK=_empty_routing(sequences, length),
-        kept_tokens=concatenate_kept_tokens([_kept_of_targets(sequence) for sequence in sequences]),
-        teacher=_teacher_of_targets(sequences),
-        sources=_placed_sources(sequences),
-    )
-    start = 0
-    for index, sequence in enumerate(sequences):
-        end = start + sequence.num_tokens
-        ids = np.concatenate([sequence.prompt_ids_P, sequence.response_ids_T])
-        row.token_ids_L[start:end] = ids
-        row.positions_L[start:end] = np.arange(end - start)
-        row.target_ids_L[start : end - 1] = ids[1:]
-        row.sequence_ids_L[start:end] = index
+    token_ids_L, positions_L = np.zeros(length, np.int64), np.zeros(length, np.int64)
+    # Padding is one more tree, which sees only itself.
+    visible_until_L, num_uses_L = np.full(length, length, np.int64), np.zeros(length, np.int64)
+    positions_L[used:] = np.arange(length - used)
+    expert_ids_LMK = _empty_routing(sequences, length)
+    places_of, start = [], 0
+    before_S = np.zeros(0, np.int64)
+    for sequence, shared in zip(sequences, shared_S, strict=True):
+        end = start + sequence.num_tokens - shared
+        places_S = np.concatenate([before_S[:shared], np.arange(start, end)])
+        token_ids_L[start:end] = _ids(sequence)[shared:]
+        positions_L[start:end] = np.arange(shared, sequence.num_tokens)
+        visible_until_L[places_S] = end
+        num_uses_L[places_S] += 1
+        if expert_ids_LMK is not None and sequence.expert_ids_SMK is not None:
+            expert_ids_LMK[start:end] = sequence.expert_ids_SMK[shared:]
+        places_of.append(places_S)
+        before_S, start = places_S, end
+    targets = [
         # The last prompt token predicts the first response token; the last response token predicts nothing.
-        targets = np.arange(start + len(sequence.prompt_ids_P) - 1, end - 1)
-        is_target_T = _is_target(sequence)
-        targets = targets[is_target_T]
-        row.mask_L[targets] = True
-        row.behavior_logprobs_L[targets] = sequence.behavior_logprobs_T[is_target_T]
-        row.advantages_L[targets] = sequence.advantage
-        row.sample_weights_L[targets] = sequence.weight
-        row.ages_L[targets] = sequence.ages_T[is_target_T]
-        if row.expert_ids_LMK is not None and sequence.expert_ids_SMK is not None:
-            row.expert_ids_LMK[start:end] = sequence.expert_ids_SMK
-        start = end
-    # Padding is one more sequence, which attends only to itself.
-    row.positions_L[start:] = np.arange(length - start)
-    return row
+        _Targets(one, _is_target(one), places_S[len(one.prompt_ids_P) - 1 : -1], index)
+        for index, (one, places_S) in enumerate(zip(sequences, places_of, strict=True))
+    ]
+    return PackedRow(
+        token_ids_L=token_ids_L,
+        positions_L=positions_L,
+        visible_until_L=visible_until_L,
+        num_uses_L=num_uses_L,
+        expert_ids_LMK=expert_ids_LMK,
+        places_T=_joined([one.places_T[one.is_target_T] for one in targets], np.int64),
+        target_ids_T=_joined([one.of.response_ids_T[one.is_target_T] for one in targets], np.int64),
+        behavior_logprobs_T=_joined(
+            [one.of.behavior_logprobs_T[one.is_target_T] for one in targets], np.float32
+        ),
+        advantages_T=_joined([one.spread(one.of.advantage) for one in targets], np.float32),
+        sample_weights_T=_joined([one.spread(one.of.weight) for one in targets], np.float32),
+        ages_T=_joined([one.of.ages_T[one.is_target_T] for one in targets], np.int32),
+        sequence_ids_T=_joined([one.spread(one.index) for one in targets], np.int64),
+        kept_tokens=concatenate_kept_tokens([_kept_of_targets(one) for one in sequences]),
+        num_sequences=len(sequences),
+        teacher=_teacher_of_targets(sequences),
+        sources=_placed_sources(sequences, places_of),
+    )
 
 
-def _placed_sources(sequences: Sequence[TrainingSequence]) -> tuple[PlacedSource, ...]:
-    placed, start = [], 0
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """Response tokens of a sequence, of which those in ``is_target_T`` are targets."""
+
+    of: TrainingSequence
+    is_target_T: np.ndarray
+    places_T: np.ndarray
+    index: int
+
+    def spread(self, value: float | np.ndarray) -> np.ndarray:
+        """Return a value of the sequence, or of each response token, at its targets."""
+        return np.broadcast_to(value, self.is_target_T.shape)[self.is_target_T]
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+
+
+def _ids(sequence: TrainingSequence) -> np.ndarray:
+    return np.concatenate([sequence.prompt_ids_P, sequence.response_ids_T])
+
+
+def _depth_first(sequences: Sequence[TrainingSequence]) -> tuple[list[TrainingSequence], list[int]]:
+    """Order sequences depth-first; return them, and the number of tokens that each shares with the last one.
+
+    Ordering by the bytes of tokens puts sequences next to those with the longest common beginning.
+    """
+    routing = _empty_routing(sequences, 0)
+    keys = []
     for sequence in sequences:
-        if sequence.source is not None:
-            placed.append(
-                PlacedSource(
-                    source=sequence.source,
-                    start=start,
-                    num_prompt_tokens=len(sequence.prompt_ids_P),
-                    num_response_tokens=len(sequence.response_ids_T),
-                )
-            )
-        start += sequence.num_tokens
+        parts = [_ids(sequence).astype(np.int32)[:, None].view(np.uint8)]
+        if routing is not None:
+            experts_SMK = sequence.expert_ids_SMK
+            if experts_SMK is None:
+                experts_SMK = np.full((sequence.num_tokens, *routing.shape[1:]), NO_RECORD)
+            flat = experts_SMK.astype(np.int16).reshape(sequence.num_tokens, -1)
+            parts.append(np.ascontiguousarray(flat).view(np.uint8))
+        keys.append(np.concatenate(parts, axis=1))
+    order = sorted(range(len(sequences)), key=lambda index: (keys[index].tobytes(), index))
+    shared_S = [0] * min(1, len(order))
+    for last, this in pairwise(order):
+        num = min(len(keys[last]), len(keys[this]))
+        differs = (keys[last][:num] != keys[this][:num]).any(axis=1)
+        shared_S.append(int(differs.argmax()) if differs.any() else num)
+    return [sequences[index] for index in order], shared_S
+
+
+def _placed_sources(
+    sequences: Sequence[TrainingSequence], places_of: Sequence[np.ndarray]
+) -> tuple[PlacedSource, ...]:
+    placed = [
+        PlacedSource(source=sequence.source, places_S=places_S, num_prompt_tokens=len(sequence.prompt_ids_P))
+        for sequence, places_S in zip(sequences, places_of, strict=True)
+        if sequence.source is not None
+    ]
     assert len(placed) in (0, len(sequences)), "all sequences of a batch have a source, or none"
     return tuple(placed)
 

@@ -41,13 +41,13 @@ class ReplayRouter(TokenChoiceTopKRouter):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._replayed_BLK: torch.Tensor | None = None
-        self._is_counted_BL: torch.Tensor | None = None
+        self._num_uses_BL: torch.Tensor | None = None
         self._noted: NotedPlaces | None = None
         # Counts of the last forward pass: replayed decisions, and those in which this router would have
         # chosen another set of experts. Overwritten, so that recomputation in the backward pass changes
         # nothing.
         self.register_buffer("replay_counts", torch.zeros(2, dtype=torch.int64), persistent=False)
-        # Tokens of each expert in that pass, among the tokens of ``is_counted_BL``.
+        # Tokens of each expert in that pass, among the tokens of ``num_uses_BL``.
         counts_E = torch.zeros(config.num_experts, dtype=torch.int64)
         self.register_buffer("expert_counts_E", counts_E, persistent=False)
 
@@ -55,25 +55,25 @@ class ReplayRouter(TokenChoiceTopKRouter):
     def replay(
         self,
         expert_ids_BLK: torch.Tensor,
-        is_counted_BL: torch.Tensor | None = None,
+        num_uses_BL: torch.Tensor | None = None,
         noted: NotedPlaces | None = None,
     ) -> Iterator[None]:
         """Route by these ids (any integer type) in forward passes until the context ends.
 
         The router itself routes tokens with any ``NO_RECORD`` among their ids. With tensor parallelism every
         rank passes the ids of all tokens, with context parallelism those of its own. With activation
-        checkpointing, which recomputes the forward pass, the backward pass must also run in the context. The
-        tokens of ``is_counted_BL`` (bool, in the layout of the ids) are counted per expert. The outcome of
-        each token's decision is written to ``noted``.
+        checkpointing, which recomputes the forward pass, the backward pass must also run in the context.
+        Tokens are counted per expert, each ``num_uses_BL`` times (integers, in the layout of the ids). The
+        outcome of each token's decision is written to ``noted``.
         """
         assert self._replayed_BLK is None, "replay contexts of one router do not nest"
         self._replayed_BLK = expert_ids_BLK.long()
-        self._is_counted_BL = is_counted_BL
+        self._num_uses_BL = num_uses_BL
         self._noted = noted
         try:
             yield
         finally:
-            self._replayed_BLK = self._is_counted_BL = self._noted = None
+            self._replayed_BLK = self._num_uses_BL = self._noted = None
 
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
@@ -91,8 +91,8 @@ class ReplayRouter(TokenChoiceTopKRouter):
         with torch.no_grad():
             counts = torch.stack([has_record_BL1.sum(), (has_record_BL1 & ~is_same_BL1).sum()])
             self.replay_counts.copy_(counts)
-            if self._is_counted_BL is not None:
-                self._count(ids_BLK, _laid_out_like(self._is_counted_BL, own_ids_BLK))
+            if self._num_uses_BL is not None:
+                self._count(ids_BLK, _laid_out_like(self._num_uses_BL, own_ids_BLK))
             if self._noted is not None:
                 positions_BL = _laid_out_like(self._noted.positions_BL, own_ids_BLK)
                 decisions_BL1 = torch.where(is_same_BL1, Decision.SAME.value, Decision.OTHER.value)
@@ -108,10 +108,10 @@ class ReplayRouter(TokenChoiceTopKRouter):
         )
         return scores_BLK, _wrapped_like(ids_BLK, own_ids_BLK), scores_BLE
 
-    def _count(self, ids_BLK: torch.Tensor, is_counted_BL: torch.Tensor) -> None:
+    def _count(self, ids_BLK: torch.Tensor, num_uses_BL: torch.Tensor) -> None:
         takes_BLE = torch.zeros(*ids_BLK.shape[:2], self.num_experts, dtype=torch.bool, device=ids_BLK.device)
         takes_BLE.scatter_(-1, ids_BLK, True)
-        self.expert_counts_E.copy_((takes_BLE & is_counted_BL[..., None]).sum((0, 1)))
+        self.expert_counts_E.copy_((takes_BLE * num_uses_BL[..., None]).sum((0, 1)))
 
     def _scores_at(self, ids_BLK: torch.Tensor, scores_BLE: torch.Tensor) -> torch.Tensor:
         """Process the scores of chosen experts as ``TokenChoiceTopKRouter`` does."""
@@ -130,7 +130,7 @@ def replay_routers(model: nn.Module) -> list[ReplayRouter]:
 def replay(
     routers: Sequence[ReplayRouter],
     expert_ids_BLMK: torch.Tensor,
-    is_counted_BL: torch.Tensor | None = None,
+    num_uses_BL: torch.Tensor | None = None,
     *,
     noted_ML: torch.Tensor | None = None,
     positions_BL: torch.Tensor | None = None,
@@ -146,7 +146,7 @@ def replay(
             if noted_ML is not None:
                 assert positions_BL is not None
                 noted = NotedPlaces(decisions_L=noted_ML[layer], positions_BL=positions_BL)
-            contexts.enter_context(router.replay(expert_ids_BLMK[:, :, layer], is_counted_BL, noted))
+            contexts.enter_context(router.replay(expert_ids_BLMK[:, :, layer], num_uses_BL, noted))
         yield
 
 

@@ -13,7 +13,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from forgeasync.algorithms import MAX_LOG_RATIO, RowLoss, RowTokens, capped
 from forgeasync.rollouts import NO_RECORD
-from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
+from forgeasync.trainer.packing import PackedRow
 
 
 class StepSums:
@@ -98,12 +98,11 @@ class StepSums:
 
         The last token of a sequence is not an input of the generator, so it needs no record.
         """
-        is_real_L = row.sequence_ids_L != NO_SEQUENCE
-        num_needed = int(is_real_L.sum()) - len(set(row.sequence_ids_L[is_real_L].tolist()))
+        num_needed = int(row.num_uses_L.sum()) - row.num_sequences
         num_recorded = 0
         if row.expert_ids_LMK is not None:
-            num_recorded = int((row.expert_ids_LMK[:, 0, 0] != NO_RECORD).sum())
-        self._coverage += torch.tensor([num_needed, num_recorded, int((~is_real_L).sum())])
+            num_recorded = int(row.num_uses_L[row.expert_ids_LMK[:, 0, 0] != NO_RECORD].sum())
+        self._coverage += torch.tensor([num_needed, num_recorded, int((row.num_uses_L == 0).sum())])
 
     def add_probe(self, name: str, difference_T: torch.Tensor) -> None:
         """Add logprob differences of a row that was recomputed for comparison."""
@@ -210,10 +209,9 @@ class _WeightSums:
 
 def _is_fresh(row: PackedRow) -> np.ndarray:
     """Return whether each target's whole response is of age 0: bool [T]."""
-    sequence_of_T = row.sequence_ids_L[row.mask_L]
-    oldest_S = np.zeros(int(sequence_of_T.max(initial=-1)) + 1, np.int64)
-    np.maximum.at(oldest_S, sequence_of_T, row.ages_L[row.mask_L])
-    return oldest_S[sequence_of_T] == 0
+    oldest_S = np.zeros(row.num_sequences, np.int64)
+    np.maximum.at(oldest_S, row.sequence_ids_T, row.ages_T)
+    return oldest_S[row.sequence_ids_T] == 0
 
 
 def _k3(difference_T: torch.Tensor) -> torch.Tensor:

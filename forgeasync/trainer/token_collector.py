@@ -81,18 +81,17 @@ class TokenCollector:
         logprobs_T, ratios_T, advantages_T, entropies_on_host_T = (
             torch.stack([values_T.float() for values_T in on_device]).cpu().numpy()
         )
-        places_T = row.mask_L.nonzero()[0]
-        sequence_T = row.sequence_ids_L[places_T]
-        starts_S = np.array([one.start + one.num_prompt_tokens for one in row.sources])
+        sequence_T = row.sequence_ids_T
+        num_prompt_S = np.array([one.num_prompt_tokens for one in row.sources])
         values = TokenValues(
-            positions_N=(places_T + 1 - starts_S[sequence_T]).astype(np.int32),
-            token_ids_N=row.target_ids_L[places_T].astype(np.int32),
+            positions_N=(row.positions_L[row.places_T] + 1 - num_prompt_S[sequence_T]).astype(np.int32),
+            token_ids_N=row.target_ids_T.astype(np.int32),
             logprobs_N=logprobs_T,
-            behavior_logprobs_N=row.behavior_logprobs_L[places_T],
+            behavior_logprobs_N=row.behavior_logprobs_T,
             ratios_N=ratios_T,
             advantages_N=advantages_T,
             entropies_N=entropies_on_host_T,
-            versions_N=(self._trained_version - row.ages_L[places_T]).astype(np.int32),
+            versions_N=(self._trained_version - row.ages_T).astype(np.int32),
             num_kept_N=np.diff(row.kept_tokens.offsets).astype(np.int32),
             decisions_MN=None,
         )
@@ -103,7 +102,7 @@ class TokenCollector:
         wanted_N = np.union1d(worst_N, recorded_N)
         wanted = values.take(wanted_N)
         if decisions_ML is not None:
-            at = torch.from_numpy(places_T[wanted_N]).to(decisions_ML.device)
+            at = torch.from_numpy(row.places_T[wanted_N]).to(decisions_ML.device)
             wanted = dataclasses.replace(wanted, decisions_MN=decisions_ML[:, at].cpu().numpy())
         self.report = merged_reports([self.report, _report(row, wanted, sequence_T, wanted_N, worst_N)])
 
@@ -136,13 +135,12 @@ def _report(
     for index, placed in enumerate(row.sources):
         if not placed.source.is_recorded:
             continue
-        first_response = placed.start + placed.num_prompt_tokens
-        end = first_response + placed.num_response_tokens
+        ids_S = row.token_ids_L[placed.places_S].astype(np.int32)
         branches.append(
             BranchValues(
                 key=placed.source.key,
-                prompt_ids_P=row.token_ids_L[placed.start : first_response].astype(np.int32),
-                response_ids_T=row.token_ids_L[first_response:end].astype(np.int32),
+                prompt_ids_P=ids_S[: placed.num_prompt_tokens],
+                response_ids_T=ids_S[placed.num_prompt_tokens :],
                 values=wanted.take(np.flatnonzero(sequence_N == index)),
             )
         )

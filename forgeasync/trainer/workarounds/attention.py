@@ -1,12 +1,14 @@
 """Attention over packed rows where that of TorchTitan 0.3.0 and torch 2.13 does not work.
 
-**CPUs.** TorchTitan's flex and varlen attention have no backward pass. ``PackedAttention`` groups sequences
-of similar length and pads them to the longest of the group. Causal attention of groups is a custom operator
-that compiled layers call unchanged; otherwise they would be recompiled for every number of groups. The
-operator calls PyTorch's flash kernel for CPUs by its private name, because only then can its backward pass be
-called too. That pass runs in at least float32: in bfloat16 the kernel rounds the gradients of keys and values
-again with every block of queries and every head that shares them, and takes longer. Can go when flex or
-varlen attention has a backward pass on CPUs.
+**CPUs.** TorchTitan's flex and varlen attention have no backward pass. ``PackedAttention`` cuts rows into
+segments: runs of tokens without branches, which are whole sequences if no prefixes are shared. It groups
+segments of similar length and pads them to the longest of the group, for the causal attention within each. A
+segment with branches is also seen by all tokens below it, which are next to each other: full attention to its
+keys is merged into their output. All this is a custom operator that compiled layers call unchanged; otherwise
+they would be recompiled for every number of groups. The operator calls PyTorch's flash kernel for CPUs by its
+private name, because only then can its backward pass be called too. That pass runs in at least float32: in
+bfloat16 the kernel rounds the gradients of keys and values again with every block of queries and every head
+that shares them, and takes longer. Can go when flex or varlen attention has a backward pass on CPUs.
 
 **Values with another head size on GPUs.** torch's FlashAttention 2 has one head size for queries, keys and
 values; latent attention has smaller values. ``WholeRowAttention`` pads values with zeros, and drops the zeros
@@ -21,9 +23,9 @@ and no query sees a later key. Keys before the first overlapping sequence and af
 go when TorchTitan's varlen attention supports context parallelism.
 
 Shape suffixes: B batch (rows), L packed row length (of queries: of this rank's part), N heads (of keys and
-values a divisor of the queries'), H head size, V size of a head of values, S sequences of a group or of the
-part, M longest of a group, P entries of all groups, G groups, Q queries of all rows, K keys that they may
-see.
+values a divisor of the queries'), H head size, V size of a head of values, S segments of a group or sequences
+of the part, M longest of a group, P entries of all groups, G groups, I segments with branches, Q queries of
+all rows, K keys that they may see.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,34 +50,41 @@ SHORT = 16
 
 
 class PackedSequences(NamedTuple):
-    """Places of the sequences in packed rows, by group, and the start of this rank's queries."""
+    """Places of the segments of a packed row, by group, and the start of this rank's queries."""
 
     place_of_P: torch.Tensor
-    """Index (int64) of each entry among the B*L flattened tokens: group after group, each [S, M].
+    """Index (int64) of each entry among the row's tokens: group after group, each [S, M].
 
-    Padding is B*L; it comes last, so that causal attention hides it from every real query.
+    Padding is L; it comes last, so that causal attention hides it from every real query.
     """
     shapes_G2: torch.Tensor
     """S and M of every group, int64."""
+    branches_I3: torch.Tensor
+    """First token and end of every segment with branches, and the end of the tokens below it, int64."""
     query_start: int
     """First position of this rank's queries in each row; with context parallelism a rank has only a part."""
 
 
-def packed_sequences(positions_BL: torch.Tensor, *, query_start: int = 0) -> PackedSequences:
-    """Find the sequences in whole rows whose positions restart at 0 with each of them (int64 [B, L])."""
-    positions_L = positions_BL.flatten()
-    starts = (positions_L == 0).nonzero().squeeze(1)
-    lengths = torch.diff(starts, append=torch.tensor([positions_L.numel()]))
+def packed_sequences(visible_until_L: torch.Tensor, *, query_start: int = 0) -> PackedSequences:
+    """Find the segments of a whole row (int64 [L]; see ``forgeasync.trainer.packing``)."""
+    length = visible_until_L.numel()
+    # Tokens of a segment are seen until the same position, and those of the next segment until another one.
+    is_start_L = torch.ones(length, dtype=torch.bool)
+    is_start_L[1:] = visible_until_L[1:] != visible_until_L[:-1]
+    starts = is_start_L.nonzero().squeeze(1)
+    lengths = torch.diff(starts, append=torch.tensor([length]))
+    ends, below = starts + lengths, visible_until_L[starts]
+    branches_I3 = torch.stack([starts, ends, below], dim=1)[below > ends]
     group_of = (lengths.clamp(min=SHORT).log() / torch.tensor(GROUP_RATIO).log()).floor()
     places, shapes = [], []
     for group in group_of.unique():
         is_own = group_of == group
         offsets_M = torch.arange(int(lengths[is_own].max()))
         is_token_SM = offsets_M < lengths[is_own][:, None]
-        place_of_SM = torch.where(is_token_SM, starts[is_own][:, None] + offsets_M, positions_L.numel())
+        place_of_SM = torch.where(is_token_SM, starts[is_own][:, None] + offsets_M, length)
         places.append(place_of_SM.flatten())
         shapes.append(place_of_SM.shape)
-    return PackedSequences(torch.cat(places), torch.tensor(shapes), query_start)
+    return PackedSequences(torch.cat(places), torch.tensor(shapes), branches_I3, query_start)
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -90,11 +99,12 @@ def attend(
     v_LNH: torch.Tensor,
     place_of_P: torch.Tensor,
     shapes_G2: torch.Tensor,
+    branches_I3: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output [L, N, H], and the logarithm of every query's sum of exponentials [L, N].
 
-    ``place_of_P`` and ``shapes_G2`` are those of ``PackedSequences``.
+    ``place_of_P``, ``shapes_G2`` and ``branches_I3`` are those of ``PackedSequences``.
     """
     inputs = (q_LNH, k_LNH, v_LNH)
     out, log_sums = _with_spare_row(q_LNH), _with_spare_row(_empty_log_sums(q_LNH))
@@ -103,7 +113,31 @@ def attend(
         out_SNMH, log_sums_SNM = _flash(q, k, v, is_causal=True, scale=scale)
         _put(out, places_SM, out_SNMH)
         _put(log_sums, places_SM, log_sums_SNM)
-    return out[:-1], log_sums[:-1]
+    out_LNH, log_sums_LN = out[:-1], log_sums[:-1]
+    if len(branches_I3):
+        merged_LNH = out_LNH.to(log_sums_LN.dtype)
+        for start, end, below in branches_I3.tolist():
+            keys, queries = slice(start, end), slice(end, below)
+            given = (_heads_first(q_LNH[queries]), _heads_first(k_LNH[keys]), _heads_first(v_LNH[keys]))
+            part, part_log_sums = _flash(*given, is_causal=False, scale=scale)
+            _merge(merged_LNH[queries], log_sums_LN[queries], part, part_log_sums)
+        out_LNH = merged_LNH.to(out_LNH.dtype)
+    return out_LNH, log_sums_LN
+
+
+def _heads_first(x_QNH: torch.Tensor) -> torch.Tensor:
+    return x_QNH.transpose(0, 1)[None]
+
+
+def _merge(
+    out_QNH: torch.Tensor, log_sums_QN: torch.Tensor, part_1NQH: torch.Tensor, part_log_sums_1NQ: torch.Tensor
+) -> None:
+    """Add attention to further keys, in place: a mean weighted by the sums of exponentials."""
+    part_log_sums_QN = part_log_sums_1NQ[0].transpose(0, 1)
+    total_QN = torch.logaddexp(log_sums_QN, part_log_sums_QN)
+    out_QNH *= (log_sums_QN - total_QN).exp()[..., None]
+    out_QNH += part_1NQH[0].transpose(0, 1) * (part_log_sums_QN - total_QN).exp()[..., None]
+    log_sums_QN.copy_(total_QN)
 
 
 @torch.library.custom_op("forgeasync::packed_attention_backward", mutates_args=())
@@ -116,9 +150,13 @@ def attend_backward(
     log_sums_LN: torch.Tensor,
     place_of_P: torch.Tensor,
     shapes_G2: torch.Tensor,
+    branches_I3: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values, computed in at least float32."""
+    """Return the gradients of queries, keys and values, computed in at least float32.
+
+    With the whole output and log sum of a query, the kernel's gradients for any part of its keys are right.
+    """
     inputs = (q_LNH, k_LNH, v_LNH, out_LNH)
     dq, dk, dv = (_with_spare_row(x) for x in inputs[:3])
     for places_SM in _groups(place_of_P, shapes_G2):
@@ -133,7 +171,22 @@ def attend_backward(
         of_group = _flash_backward(grad, q, k, v, out, log_sums, 0.0, True, scale=scale)
         for whole, part_SNMH in zip((dq, dk, dv), of_group, strict=True):
             _put(whole, places_SM, part_SNMH)
-    return dq[:-1], dk[:-1], dv[:-1]
+    dq, dk, dv = dq[:-1], dk[:-1], dv[:-1]
+    if len(branches_I3):
+        sums = [x.to(log_sums_LN.dtype) for x in (dq, dk, dv)]
+        for start, end, below in branches_I3.tolist():
+            keys, queries = slice(start, end), slice(end, below)
+            places = (queries, keys, keys, queries)
+            grad, q, k, v, out = (
+                _heads_first(x[at]).to(log_sums_LN.dtype)
+                for x, at in zip((grad_LNH, *inputs), (queries, *places), strict=True)
+            )
+            log_sums = _heads_first(log_sums_LN[queries])
+            of_part = _flash_backward(grad, q, k, v, out, log_sums, 0.0, False, scale=scale)
+            for whole, at, part_1NQH in zip(sums, places[:3], of_part, strict=True):
+                whole[at] += part_1NQH[0].transpose(0, 1)
+        dq, dk, dv = (x.to(like.dtype) for x, like in zip(sums, (dq, dk, dv), strict=True))
+    return dq, dk, dv
 
 
 def _groups(place_of_P: torch.Tensor, shapes_G2: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -195,14 +248,14 @@ def _save(
 def _backward(
     ctx: _Context, grad_LNH: torch.Tensor, _: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    return *attend_backward(grad_LNH, *ctx.saved_tensors, ctx.scale), None, None, None
+    return *attend_backward(grad_LNH, *ctx.saved_tensors, ctx.scale), None, None, None, None
 
 
 attend.register_autograd(_backward, setup_context=_save)
 
 
 class PackedAttention(FlexAttention):
-    """Causal attention within each packed sequence, never across their borders.
+    """Causal attention within each packed sequence or tree of sequences, never across their borders.
 
     Replaces TorchTitan's ``FlexAttention``. It is a subclass, so that context parallelism gathers keys and
     values for it. The tensor-parallel plan looks up the parameter names of ``forward``.
@@ -245,6 +298,7 @@ class PackedAttention(FlexAttention):
             v_LNH,
             attention_masks.place_of_P,
             attention_masks.shapes_G2,
+            attention_masks.branches_I3,
             head_size**-0.5 if scale is None else scale,
         )
         out_BLNH = out_LNH.view(-1, length, *out_LNH.shape[1:])
