@@ -119,9 +119,7 @@ class StepSums:
         totals = _reduced({name: self._sums.get(name, self._zero) for name in names}, dist.ReduceOp.SUM, mesh)
         largest = _reduced(self._largest, dist.ReduceOp.MAX, mesh)
         metrics = {name: total / count for name, total in totals.items() if not name.startswith(_OWN)}
-        own = defaultdict(
-            float, {name[len(_OWN) :]: total for name, total in totals.items() if name.startswith(_OWN)}
-        )
+        own = defaultdict(float, {k[len(_OWN) :]: v for k, v in totals.items() if k.startswith(_OWN)})
         self.num_padding_tokens = int(own["padding"])
         metrics["loss"] = own["loss"]
         metrics["off_policy/effective_sample_share"] = _effective_share(own, "ratio", count)
