@@ -31,7 +31,7 @@ class StepSums:
         self._largest = dict.fromkeys(("difference", "correction"), self._zero)
         # Per layer: replayed decisions, and those in which the gate would have chosen otherwise.
         self._routing_M2 = torch.zeros((num_layers, 2), dtype=torch.float64, device=device)
-        self.num_padding_tokens = 0
+        self.num_padding_tokens: int
         """Number of padding tokens over the mesh, after a call of ``metrics``."""
 
     def add_loss(self, loss: torch.Tensor) -> None:
