@@ -72,7 +72,7 @@ from .step import NonFiniteWeights as NonFiniteWeights
 from .step import SpikeRule as SpikeRule
 from .step import StepJudge as StepJudge
 from .step import describe_non_finite as describe_non_finite
-from .step import describe_row as describe_row
+from .step import describe_rows as describe_rows
 from .step import merge_step_results as merge_step_results
 from .step import require_finite as require_finite
 from .step import value_ranges as value_ranges

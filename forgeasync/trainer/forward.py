@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.models.common.attention import AttentionMasksType
+from torchtitan.models.common.attention import AttentionMasksType, VarlenMetadata
 from torchtitan.models.common.decoder import Decoder
 
 from forgeasync.algorithms import Loss, RowTokens, TeacherTokens
@@ -34,6 +34,7 @@ from forgeasync.config import ModelFacts, RouterBias, TrainerSection
 from forgeasync.models import DEVICE_TYPE
 from forgeasync.rollouts import NO_ID, NO_RECORD, TeacherRecord, no_teacher_record
 from forgeasync.trainer import hf_checkpoint
+from forgeasync.trainer.host_copies import page_locked, to_device
 from forgeasync.trainer.logprobs import Predictions, SumRanks, Targets
 from forgeasync.trainer.lora import without_adapters
 from forgeasync.trainer.model import build_parallel_model
@@ -79,10 +80,9 @@ class RowForward:
         is_counted_BL = None
         if self._counts_experts:
             # Padding does not count towards the load of an expert.
-            is_real_L = torch.from_numpy(row.sequence_ids_L[mine] != NO_SEQUENCE)
-            is_counted_BL = is_real_L[None].to(DEVICE_TYPE)
+            is_counted_BL = to_device(row.sequence_ids_L[mine] != NO_SEQUENCE)[None]
         if row.expert_ids_LMK is not None:
-            ids_BLMK = torch.from_numpy(row.expert_ids_LMK[mine])[None].to(DEVICE_TYPE)
+            ids_BLMK = to_device(row.expert_ids_LMK[mine])[None]
             positions_BL = torch.arange(mine.start, mine.stop, device=DEVICE_TYPE)[None]
             return replay(self.routers, ids_BLMK, is_counted_BL, noted_ML=noted_ML, positions_BL=positions_BL)
         if not self._always_replays:
@@ -114,24 +114,21 @@ class RowForward:
         first = int(row.mask_L[: mine.start].sum())
         kept = row.kept_tokens.slice(first, first + len(positions_T))
         targets = Targets(
-            token_ids_T=torch.from_numpy(row.target_ids_L[mine][positions_T]).to(DEVICE_TYPE),
-            kept_offsets=torch.from_numpy(kept.offsets),
-            kept_ids=torch.from_numpy(kept.ids_N).to(DEVICE_TYPE),
+            token_ids_T=to_device(row.target_ids_L[mine][positions_T]),
+            kept_offsets=page_locked(kept.offsets),
+            kept_ids=to_device(kept.ids_N),
             extra_ids_TK=None
             if extra_ids_TK is None
-            else torch.from_numpy(extra_ids_TK[first : first + len(positions_T)]).to(DEVICE_TYPE),
+            else to_device(extra_ids_TK[first : first + len(positions_T)]),
         )
-        places_T = torch.from_numpy(positions_T).to(DEVICE_TYPE)
-        # All uploads come before this, because each one waits for what runs on the GPU.
-        positions_L = torch.from_numpy(row.positions_L[mine])
         hidden_BLD = self._model(
-            torch.from_numpy(row.token_ids_L[mine])[None].to(DEVICE_TYPE),
-            positions=positions_L[None].to(DEVICE_TYPE),
+            to_device(row.token_ids_L[mine])[None],
+            positions=to_device(row.positions_L[mine])[None],
             attention_masks=attention_masks(self._model, row.positions_L[None], part=mine),
         )
         if isinstance(hidden_BLD, DTensor):
             hidden_BLD = hidden_BLD.to_local()
-        hidden_TD = hidden_BLD[0, places_T]
+        hidden_TD = hidden_BLD[0, to_device(positions_T)]
         found = self._model.lm_head(hidden_TD, targets, self._temperature, with_entropies)
         if not torch.is_grad_enabled():
             self._reshard()
@@ -170,12 +167,14 @@ def attention_masks(
 
     ``part`` has the positions of each row that this rank computes.
     """
-    match model.config.first_attention.inner_attention:
-        case PackedAttention.Config():
-            return packed_sequences(torch.from_numpy(positions_BL), query_start=part.start)
-        case ContextAttention.Config():
-            return part_metadata(positions_BL, start=part.start, stop=part.stop, device=DEVICE_TYPE)
-    return model.get_attention_masks(torch.from_numpy(positions_BL).to(DEVICE_TYPE))
+    attention = model.config.first_attention.inner_attention
+    if isinstance(attention, PackedAttention.Config):
+        return packed_sequences(torch.from_numpy(positions_BL), query_start=part.start)
+    found = part_metadata(positions_BL, start=part.start, stop=part.stop)
+    if isinstance(attention, ContextAttention.Config):
+        return found
+    # TorchTitan's own function finds the sequences on the GPU, and waits for it.
+    return VarlenMetadata(found.cu_seq_q, found.cu_seq_k, found.max_q, found.max_k)
 
 
 ReferenceLogprobs = Callable[[PackedRow], torch.Tensor]
@@ -217,15 +216,26 @@ def _unrecorded(forward: RowForward, row: PackedRow) -> torch.Tensor:
 
 def of_targets(row: PackedRow, values_L: np.ndarray) -> torch.Tensor:
     """Return one of the row's arrays at its targets [T], on the device."""
-    return torch.from_numpy(values_L[row.mask_L]).to(DEVICE_TYPE)
+    return to_device(values_L[row.mask_L])
 
 
-def trained_mask(row: PackedRow, max_token_age: int | None) -> torch.Tensor:
-    """Return which targets of a row are trained on: bool [T]; all of them if ``max_token_age`` is None."""
-    ages_T = of_targets(row, row.ages_L)
-    if max_token_age is None:
-        return torch.ones_like(ages_T, dtype=torch.bool)
-    return ages_T <= max_token_age
+def recorded_tokens(row: PackedRow, max_token_age: int | None) -> RowTokens:
+    """Return what is known of a row's targets before it runs, with the generator's log-probabilities.
+
+    Targets older than ``max_token_age`` are not trained on; None: all of them are.
+    """
+    behavior_T, ages_T = of_targets(row, row.behavior_logprobs_L), of_targets(row, row.ages_L)
+    return RowTokens(
+        logprobs_T=behavior_T,
+        behavior_logprobs_T=behavior_T,
+        advantages_T=of_targets(row, row.advantages_L),
+        mask_T=torch.ones_like(ages_T, dtype=torch.bool)
+        if max_token_age is None
+        else ages_T <= max_token_age,
+        sequence_ids_T=of_targets(row, row.sequence_ids_L),
+        ages_T=ages_T,
+        sample_weights_T=of_targets(row, row.sample_weights_L),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,20 +251,19 @@ class TargetCounts:
 
 
 def count_targets(
-    loss: Loss, rows: Sequence[PackedRow], masks: Sequence[torch.Tensor], *, mesh: DeviceMesh | None
+    loss: Loss, rows: Sequence[PackedRow], recorded: Sequence[RowTokens], *, mesh: DeviceMesh | None
 ) -> TargetCounts:
     """Count the targets of a step; collective."""
     counts = torch.zeros(3 + len(loss.terms), dtype=torch.float64, device=DEVICE_TYPE)
-    for row, mask_T in zip(rows, masks, strict=True):
-        sequence_ids_T = of_targets(row, row.sequence_ids_L)
-        sample_weights_T = of_targets(row, row.sample_weights_L)
-        counts[0] += loss.count(mask_T, sequence_ids_T, sample_weights_T)
+    for row, tokens in zip(rows, recorded, strict=True):
+        mask_T, sequences = tokens.mask_T, (tokens.sequence_ids_T, tokens.sample_weights_T)
+        counts[0] += loss.count(mask_T, *sequences)
         counts[1] += mask_T.sum()
         counts[2] += row.num_targets
         has_target_T = mask_T
         if loss.needs_teacher:
-            has_target_T = torch.from_numpy(_teacher_record(row, loss).has_target_T).to(DEVICE_TYPE)
-        of_terms = loss.term_counts(mask_T, has_target_T, sequence_ids_T, sample_weights_T)
+            has_target_T = to_device(_teacher_record(row, loss).has_target_T)
+        of_terms = loss.term_counts(mask_T, has_target_T, *sequences)
         for index, count in enumerate(of_terms):
             counts[3 + index] += count
     if mesh is not None:
@@ -286,24 +295,19 @@ def student_ids_of(row: PackedRow, loss: Loss) -> np.ndarray | None:
 
 def row_tokens(
     row: PackedRow,
+    recorded: RowTokens,
     predictions: Predictions,
     loss: Loss,
     *,
-    mask_T: torch.Tensor,
     ref_logprobs_T: torch.Tensor | None,
     proximal_logprobs_T: torch.Tensor | None,
 ) -> RowTokens:
     """Return the loss's inputs for a row's targets; ``predictions`` has the ids of ``student_ids_of``."""
     # The student's log-probabilities of the targets, over the full vocabulary at temperature 1.
     full_logprobs_T = None if predictions.extra_logprobs_TK is None else predictions.extra_logprobs_TK[:, 0]
-    return RowTokens(
+    return dataclasses.replace(
+        recorded,
         logprobs_T=predictions.logprobs_T,
-        behavior_logprobs_T=of_targets(row, row.behavior_logprobs_L),
-        advantages_T=of_targets(row, row.advantages_L),
-        mask_T=mask_T,
-        sequence_ids_T=of_targets(row, row.sequence_ids_L),
-        ages_T=of_targets(row, row.ages_L),
-        sample_weights_T=of_targets(row, row.sample_weights_L),
         ref_logprobs_T=ref_logprobs_T,
         proximal_logprobs_T=proximal_logprobs_T,
         full_logprobs_T=full_logprobs_T,
@@ -317,17 +321,17 @@ def _teacher_tokens(row: PackedRow, predictions: Predictions, loss: Loss) -> Tea
         return None
     record = _teacher_record(row, loss)
     assert predictions.extra_logprobs_TK is not None
-    has_target_T = torch.from_numpy(record.has_target_T).to(DEVICE_TYPE)
+    has_target_T = to_device(record.has_target_T)
     # The record is nan where the teacher did not score, and 0 times nan in a gradient is nan. The student's
     # own values replace it: they are finite, and they are masked out.
     own_TK = predictions.extra_logprobs_TK.detach()
-    is_id_TK = torch.from_numpy(record.ids_TK != NO_ID).to(DEVICE_TYPE)
-    topk_TK = torch.from_numpy(record.topk_TK).to(DEVICE_TYPE).where(has_target_T[:, None], own_TK[:, 1:])
+    is_id_TK = to_device(record.ids_TK != NO_ID)
+    topk_TK = to_device(record.topk_TK).where(has_target_T[:, None], own_TK[:, 1:])
     return TeacherTokens(
-        logprobs_T=torch.from_numpy(record.logprobs_T).to(DEVICE_TYPE).where(has_target_T, own_TK[:, 0]),
+        logprobs_T=to_device(record.logprobs_T).where(has_target_T, own_TK[:, 0]),
         topk_TK=topk_TK.where(is_id_TK, -math.inf),
         student_topk_TK=predictions.extra_logprobs_TK[:, 1:].where(is_id_TK, -math.inf),
-        versions_T=torch.from_numpy(record.versions_T).to(DEVICE_TYPE, torch.float32),
+        versions_T=to_device(record.versions_T).float(),
         has_target_T=has_target_T,
     )
 
