@@ -49,7 +49,6 @@ from .model import inner_attention as inner_attention
 from .model import share_rotary_caches as share_rotary_caches
 from .model import titan_config as titan_config
 from .optimizer import scheduled_learning_rate as scheduled_learning_rate
-from .packing import NO_SEQUENCE as NO_SEQUENCE
 from .packing import Source as Source
 from .replay_router import checkpoint_weights as checkpoint_weights
 from .replay_router import replay as replay
@@ -72,7 +71,7 @@ from .step import NonFiniteWeights as NonFiniteWeights
 from .step import SpikeRule as SpikeRule
 from .step import StepJudge as StepJudge
 from .step import describe_non_finite as describe_non_finite
-from .step import describe_row as describe_row
+from .step import describe_rows as describe_rows
 from .step import merge_step_results as merge_step_results
 from .step import require_finite as require_finite
 from .step import value_ranges as value_ranges

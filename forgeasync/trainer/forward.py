@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.models.common.attention import AttentionMasksType
+from torchtitan.models.common.attention import AttentionMasksType, VarlenMetadata
 from torchtitan.models.common.decoder import Decoder
 
 from forgeasync.algorithms import Loss, RowTokens, TeacherTokens
@@ -34,6 +34,7 @@ from forgeasync.config import ModelFacts, RouterBias, TrainerSection
 from forgeasync.models import DEVICE_TYPE
 from forgeasync.rollouts import NO_ID, NO_RECORD, TeacherRecord, no_teacher_record
 from forgeasync.trainer import hf_checkpoint
+from forgeasync.trainer.host_copies import page_locked, to_device
 from forgeasync.trainer.logprobs import Predictions, SumRanks, Targets
 from forgeasync.trainer.lora import without_adapters
 from forgeasync.trainer.model import build_parallel_model
@@ -80,9 +81,9 @@ class RowForward:
         if self._counts_experts:
             # Padding does not count towards the load of an expert.
             # A token that several sequences share counts once for each of them.
-            num_uses_BL = torch.from_numpy(row.num_uses_L[mine])[None].to(DEVICE_TYPE)
+            num_uses_BL = to_device(row.num_uses_L[mine])[None]
         if row.expert_ids_LMK is not None:
-            ids_BLMK = torch.from_numpy(row.expert_ids_LMK[mine])[None].to(DEVICE_TYPE)
+            ids_BLMK = to_device(row.expert_ids_LMK[mine])[None]
             positions_BL = torch.arange(mine.start, mine.stop, device=DEVICE_TYPE)[None]
             return replay(self.routers, ids_BLMK, num_uses_BL, noted_ML=noted_ML, positions_BL=positions_BL)
         if not self._always_replays:
@@ -95,6 +96,14 @@ class RowForward:
         """Return the positions of a row that this rank computes: an equal part with context parallelism."""
         width = len(row.token_ids_L) // self._num_context_ranks
         return slice(self._context_rank * width, (self._context_rank + 1) * width)
+
+    def _own_targets(self, row: PackedRow) -> slice:
+        """Return the targets in this rank's part; they are consecutive, because such rows have no branches."""
+        if self._context_group is None:
+            return slice(0, row.num_targets)
+        mine = self.own_part(row)
+        first, end = np.searchsorted(row.places_T, (mine.start, mine.stop))
+        return slice(int(first), int(end))
 
     def logprobs(self, row: PackedRow) -> torch.Tensor:
         """Return float32 [T], over the row's kept sets, with gradients. Call it inside ``replay``."""
@@ -109,30 +118,22 @@ class RowForward:
         vocabulary at temperature 1 are returned.
         """
         mine = self.own_part(row)
-        # This rank's targets. Those of a part are consecutive: rows that ranks divide share no prefixes.
-        own = slice(*np.searchsorted(row.places_T, (mine.start, mine.stop)))
-        if self._context_group is None:
-            own = slice(0, row.num_targets)
+        own = self._own_targets(row)
         kept = row.kept_tokens.slice(own.start, own.stop)
         targets = Targets(
-            token_ids_T=torch.from_numpy(row.target_ids_T[own]).to(DEVICE_TYPE),
-            kept_offsets=torch.from_numpy(kept.offsets),
-            kept_ids=torch.from_numpy(kept.ids_N).to(DEVICE_TYPE),
-            extra_ids_TK=None
-            if extra_ids_TK is None
-            else torch.from_numpy(extra_ids_TK[own]).to(DEVICE_TYPE),
+            token_ids_T=to_device(row.target_ids_T[own]),
+            kept_offsets=page_locked(kept.offsets),
+            kept_ids=to_device(kept.ids_N),
+            extra_ids_TK=None if extra_ids_TK is None else to_device(extra_ids_TK[own]),
         )
-        places_T = torch.from_numpy(row.places_T[own] - mine.start).to(DEVICE_TYPE)
-        # All uploads come before this, because each one waits for what runs on the GPU.
-        positions_L = torch.from_numpy(row.positions_L[mine])
         hidden_BLD = self._model(
-            torch.from_numpy(row.token_ids_L[mine])[None].to(DEVICE_TYPE),
-            positions=positions_L[None].to(DEVICE_TYPE),
+            to_device(row.token_ids_L[mine])[None],
+            positions=to_device(row.positions_L[mine])[None],
             attention_masks=attention_masks(self._model, row, part=mine),
         )
         if isinstance(hidden_BLD, DTensor):
             hidden_BLD = hidden_BLD.to_local()
-        hidden_TD = hidden_BLD[0, places_T]
+        hidden_TD = hidden_BLD[0, to_device(row.places_T[own] - mine.start)]
         found = self._model.lm_head(hidden_TD, targets, self._temperature, with_entropies)
         if not torch.is_grad_enabled():
             self._reshard()
@@ -171,13 +172,14 @@ def attention_masks(
 
     ``part`` has the positions of the row that this rank computes.
     """
-    positions_BL = row.positions_L[None]
-    match model.config.first_attention.inner_attention:
-        case PackedAttention.Config():
-            return packed_sequences(torch.from_numpy(row.visible_until_L), query_start=part.start)
-        case ContextAttention.Config():
-            return part_metadata(positions_BL, start=part.start, stop=part.stop, device=DEVICE_TYPE)
-    return model.get_attention_masks(torch.from_numpy(positions_BL).to(DEVICE_TYPE))
+    attention = model.config.first_attention.inner_attention
+    if isinstance(attention, PackedAttention.Config):
+        return packed_sequences(torch.from_numpy(row.visible_until_L), query_start=part.start)
+    found = part_metadata(row.positions_L[None], start=part.start, stop=part.stop)
+    if isinstance(attention, ContextAttention.Config):
+        return found
+    # TorchTitan's own function finds the sequences on the GPU, and waits for it.
+    return VarlenMetadata(found.cu_seq_q, found.cu_seq_k, found.max_q, found.max_k)
 
 
 ReferenceLogprobs = Callable[[PackedRow], torch.Tensor]
@@ -217,16 +219,23 @@ def _unrecorded(forward: RowForward, row: PackedRow) -> torch.Tensor:
         return forward.logprobs(unrecorded)
 
 
-def _on_device(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values).to(DEVICE_TYPE)
+def recorded_tokens(row: PackedRow, max_token_age: int | None) -> RowTokens:
+    """Return what is known of a row's targets before it runs, with the generator's log-probabilities.
 
-
-def trained_mask(row: PackedRow, max_token_age: int | None) -> torch.Tensor:
-    """Return which targets of a row are trained on: bool [T]; all of them if ``max_token_age`` is None."""
-    ages_T = _on_device(row.ages_T)
-    if max_token_age is None:
-        return torch.ones_like(ages_T, dtype=torch.bool)
-    return ages_T <= max_token_age
+    Targets older than ``max_token_age`` are not trained on; None: all of them are.
+    """
+    behavior_T, ages_T = to_device(row.behavior_logprobs_T), to_device(row.ages_T)
+    return RowTokens(
+        logprobs_T=behavior_T,
+        behavior_logprobs_T=behavior_T,
+        advantages_T=to_device(row.advantages_T),
+        mask_T=torch.ones_like(ages_T, dtype=torch.bool)
+        if max_token_age is None
+        else ages_T <= max_token_age,
+        sequence_ids_T=to_device(row.sequence_ids_T),
+        ages_T=ages_T,
+        sample_weights_T=to_device(row.sample_weights_T),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,19 +251,19 @@ class TargetCounts:
 
 
 def count_targets(
-    loss: Loss, rows: Sequence[PackedRow], masks: Sequence[torch.Tensor], *, mesh: DeviceMesh | None
+    loss: Loss, rows: Sequence[PackedRow], recorded: Sequence[RowTokens], *, mesh: DeviceMesh | None
 ) -> TargetCounts:
     """Count the targets of a step; collective."""
     counts = torch.zeros(3 + len(loss.terms), dtype=torch.float64, device=DEVICE_TYPE)
-    for row, mask_T in zip(rows, masks, strict=True):
-        sequence_ids_T, sample_weights_T = map(_on_device, (row.sequence_ids_T, row.sample_weights_T))
-        counts[0] += loss.count(mask_T, sequence_ids_T, sample_weights_T)
+    for row, tokens in zip(rows, recorded, strict=True):
+        mask_T, sequences = tokens.mask_T, (tokens.sequence_ids_T, tokens.sample_weights_T)
+        counts[0] += loss.count(mask_T, *sequences)
         counts[1] += mask_T.sum()
         counts[2] += row.num_targets
         has_target_T = mask_T
         if loss.needs_teacher:
-            has_target_T = _on_device(_teacher_record(row, loss).has_target_T)
-        of_terms = loss.term_counts(mask_T, has_target_T, sequence_ids_T, sample_weights_T)
+            has_target_T = to_device(_teacher_record(row, loss).has_target_T)
+        of_terms = loss.term_counts(mask_T, has_target_T, *sequences)
         for index, count in enumerate(of_terms):
             counts[3 + index] += count
     if mesh is not None:
@@ -286,24 +295,19 @@ def student_ids_of(row: PackedRow, loss: Loss) -> np.ndarray | None:
 
 def row_tokens(
     row: PackedRow,
+    recorded: RowTokens,
     predictions: Predictions,
     loss: Loss,
     *,
-    mask_T: torch.Tensor,
     ref_logprobs_T: torch.Tensor | None,
     proximal_logprobs_T: torch.Tensor | None,
 ) -> RowTokens:
     """Return the loss's inputs for a row's targets; ``predictions`` has the ids of ``student_ids_of``."""
     # The student's log-probabilities of the targets, over the full vocabulary at temperature 1.
     full_logprobs_T = None if predictions.extra_logprobs_TK is None else predictions.extra_logprobs_TK[:, 0]
-    return RowTokens(
+    return dataclasses.replace(
+        recorded,
         logprobs_T=predictions.logprobs_T,
-        behavior_logprobs_T=_on_device(row.behavior_logprobs_T),
-        advantages_T=_on_device(row.advantages_T),
-        mask_T=mask_T,
-        sequence_ids_T=_on_device(row.sequence_ids_T),
-        ages_T=_on_device(row.ages_T),
-        sample_weights_T=_on_device(row.sample_weights_T),
         ref_logprobs_T=ref_logprobs_T,
         proximal_logprobs_T=proximal_logprobs_T,
         full_logprobs_T=full_logprobs_T,
@@ -317,17 +321,17 @@ def _teacher_tokens(row: PackedRow, predictions: Predictions, loss: Loss) -> Tea
         return None
     record = _teacher_record(row, loss)
     assert predictions.extra_logprobs_TK is not None
-    has_target_T = torch.from_numpy(record.has_target_T).to(DEVICE_TYPE)
+    has_target_T = to_device(record.has_target_T)
     # The record is nan where the teacher did not score, and 0 times nan in a gradient is nan. The student's
     # own values replace it: they are finite, and they are masked out.
     own_TK = predictions.extra_logprobs_TK.detach()
-    is_id_TK = torch.from_numpy(record.ids_TK != NO_ID).to(DEVICE_TYPE)
-    topk_TK = torch.from_numpy(record.topk_TK).to(DEVICE_TYPE).where(has_target_T[:, None], own_TK[:, 1:])
+    is_id_TK = to_device(record.ids_TK != NO_ID)
+    topk_TK = to_device(record.topk_TK).where(has_target_T[:, None], own_TK[:, 1:])
     return TeacherTokens(
-        logprobs_T=torch.from_numpy(record.logprobs_T).to(DEVICE_TYPE).where(has_target_T, own_TK[:, 0]),
+        logprobs_T=to_device(record.logprobs_T).where(has_target_T, own_TK[:, 0]),
         topk_TK=topk_TK.where(is_id_TK, -math.inf),
         student_topk_TK=predictions.extra_logprobs_TK[:, 1:].where(is_id_TK, -math.inf),
-        versions_T=torch.from_numpy(record.versions_T).to(DEVICE_TYPE, torch.float32),
+        versions_T=to_device(record.versions_T).float(),
         has_target_T=has_target_T,
     )
 

@@ -1,10 +1,22 @@
-"""Copies of a rank's tensors in host memory, made concurrently with computation. Needs only torch."""
+"""Copies between host and device, made concurrently with computation. Needs only torch."""
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from forgeasync.models import DEVICE_TYPE
+
+
+def page_locked(values: np.ndarray) -> torch.Tensor:
+    """Return an array in host memory that can be copied to a GPU without waiting for what runs there."""
+    host = torch.from_numpy(values)
+    return host if DEVICE_TYPE == "cpu" else host.pin_memory()
+
+
+def to_device(values: np.ndarray) -> torch.Tensor:
+    """Return an array on the device, without waiting for what runs there."""
+    return page_locked(values).to(DEVICE_TYPE, non_blocking=True)
 
 
 class HostCopies:

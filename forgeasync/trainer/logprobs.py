@@ -183,7 +183,7 @@ def chunked_predictions(
     Args:
         weight_VD: Weight; may be a DTensor sharded over the vocabulary. Then ``hidden_TD`` is the same on all
             of its ranks.
-        kept_offsets: In host memory, so that no GPU has to be waited for.
+        kept_offsets: In page-locked host memory, so that no GPU has to be waited for.
         with_entropies: Whether to return the entropies of softmax(logits / temperature) over the same kept
             sets.
         extra_ids_TK: Ids (int64) at which to return log softmax(logits) over the full vocabulary.
@@ -195,12 +195,12 @@ def chunked_predictions(
     if isinstance(weight_VD, DTensor):
         wide_TD = vocabulary.share(wide_TD)
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    offsets = kept_offsets.tolist() if len(token_ids_T) > chunk_tokens else []
+    bounds = [*kept_offsets[::chunk_tokens].tolist(), len(kept_ids)]
     kept_offsets = kept_offsets.to(hidden_TD.device, non_blocking=True)
-    pieces, start = [], 0
-    for hidden in wide_TD.to(hidden_TD.dtype).split(chunk_tokens):
+    pieces = []
+    for index, hidden in enumerate(wide_TD.to(hidden_TD.dtype).split(chunk_tokens)):
+        start, first, last = index * chunk_tokens, bounds[index], bounds[index + 1]
         end = start + len(hidden)
-        first, last = (offsets[start], offsets[end]) if offsets else (0, len(kept_ids))
         pieces.append(
             again(
                 _chunk_predictions,
@@ -214,7 +214,6 @@ def chunked_predictions(
                 with_entropies,
             )
         )
-        start = end
     logprobs_T = torch.cat([piece.logprobs_T for piece in pieces])
     entropies_T = torch.cat([piece.entropies_T for piece in pieces]) if with_entropies else None
     extra_logprobs_TK = None

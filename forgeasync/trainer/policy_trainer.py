@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.distributed import utils as dist_utils
 
-from forgeasync.algorithms import means_of_taught
+from forgeasync.algorithms import RowTokens, means_of_taught
 from forgeasync.config import OnBadStep, RouterBias
 from forgeasync.models import DEVICE_TYPE
 from forgeasync.trainer import hf_checkpoint
@@ -27,9 +27,9 @@ from forgeasync.trainer.forward import (
     base_model,
     count_targets,
     frozen_copy,
+    recorded_tokens,
     row_tokens,
     student_ids_of,
-    trained_mask,
 )
 from forgeasync.trainer.hf_checkpoint import named_weights
 from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
@@ -42,10 +42,11 @@ from forgeasync.trainer.step import (
     MinibatchResult,
     MismatchTooLarge,
     NonFiniteWeights,
+    RowValues,
     StepJudge,
     StepResult,
     describe_fresh_mismatch,
-    describe_row,
+    describe_rows,
     merge_step_results,
     require_finite,
     value_ranges,
@@ -218,13 +219,13 @@ class PolicyTrainer:
         """Make one optimizer step, unless it is bad; ``first_row`` rows of the batch precede it."""
         sums = StepSums(num_layers=len(self._forward.routers), device=DEVICE_TYPE, is_first=first_row == 0)
         collector = TokenCollector(self._loss.objective, self._decisions, trained_version=self.policy_version)
-        masks = [trained_mask(row, self._max_token_age) for row in rows]
-        counts = count_targets(self._loss, rows, masks, mesh=self._loss_mesh)
-        problems = [
+        recorded = [recorded_tokens(row, self._max_token_age) for row in rows]
+        counts = count_targets(self._loss, rows, recorded, mesh=self._loss_mesh)
+        values = [
             self._accumulate_gradients(
-                first_row + index, row, mask_T, proximal[index], counts, sums, collector
+                first_row + index, row, tokens, proximal[index], counts, sums, collector
             )
-            for index, (row, mask_T) in enumerate(zip(rows, masks, strict=True))
+            for index, (row, tokens) in enumerate(zip(rows, recorded, strict=True))
         ]
         # Before clipping, because a norm of nan makes every gradient nan.
         gradients = value_ranges(
@@ -245,7 +246,7 @@ class PolicyTrainer:
         # ones.
         if self._snapshots is not None:
             self._waited_s += self._snapshots.until_written()
-        bad = self._judge.judge(problems, gradients, grad_norm)
+        bad = self._judge.judge([describe_rows(values)], gradients, grad_norm)
         metrics |= self._judge.metrics()
         if bad is None and max_fresh_mismatch is not None:
             problem = describe_fresh_mismatch(metrics, max_fresh_mismatch, step=self.policy_version + 1)
@@ -267,20 +268,20 @@ class PolicyTrainer:
             num_padding_tokens=sums.num_padding_tokens,
             metrics=metrics,
             bad=bad,
-            tokens=collector.report,
+            tokens=collector.report(),
         )
 
     def _accumulate_gradients(
         self,
         index: int,
         row: PackedRow,
-        mask_T: torch.Tensor,
+        recorded: RowTokens,
         proximal_logprobs_T: torch.Tensor | None,
         counts: TargetCounts,
         sums: StepSums,
         collector: TokenCollector,
-    ) -> str | None:
-        """Add a row's gradients; return a description of non-finite values in its loss, or None."""
+    ) -> RowValues:
+        """Add a row's gradients; return its loss, and what the loss is computed from."""
         ref_logprobs_T = None if self._reference is None else self._reference(row)
         # The backward pass recomputes checkpointed layers, which have to use the same experts.
         noted_ML = self._decisions.note(row)
@@ -288,9 +289,9 @@ class PolicyTrainer:
             predictions = self._forward.predictions(row, extra_ids_TK=student_ids_of(row, self._loss))
             tokens = row_tokens(
                 row,
+                recorded,
                 predictions,
                 self._loss,
-                mask_T=mask_T,
                 ref_logprobs_T=ref_logprobs_T,
                 proximal_logprobs_T=proximal_logprobs_T,
             )
@@ -309,7 +310,7 @@ class PolicyTrainer:
                 unreplayed_T = self.logprobs(row, replay_routing=False)
             sums.add_probe("with_replay", logprobs_T - behavior_T)
             sums.add_probe("without_replay", unreplayed_T - behavior_T)
-        return describe_row(
+        return (
             index,
             result.loss.detach(),
             {
@@ -320,7 +321,7 @@ class PolicyTrainer:
                 "the sample weight": tokens.sample_weights_T,
                 "the correction": result.weights_T,
             },
-            mask_T,
+            tokens.mask_T,
         )
 
     def named_weights(self) -> list[NamedWeight]:

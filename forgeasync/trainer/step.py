@@ -131,7 +131,7 @@ def agree_on_problem(*problems: str | None) -> str | None:
     Every rank passes the same number of ``problems``, the likeliest cause first. Problems at earlier
     positions take precedence, on any rank. The usual result, None, costs one small all-reduce.
     """
-    is_wrong = torch.tensor(float(any(text is not None for text in problems)), device=DEVICE_TYPE)
+    is_wrong = torch.full((), float(any(text is not None for text in problems)), device=DEVICE_TYPE)
     dist.all_reduce(is_wrong)
     if not is_wrong:
         return None
@@ -178,26 +178,35 @@ def require_finite(named: Iterable[tuple[str, torch.Tensor]], *, what: str) -> N
         raise NonFiniteWeights(f"{what} is refused: {problem}")
 
 
-def describe_row(
-    index: int, loss: torch.Tensor, inputs: Mapping[str, torch.Tensor | None], mask_T: torch.Tensor
-) -> str | None:
-    """Describe the first non-finite value of a row's loss and its ``inputs`` [T] by name; None if finite.
+RowValues = tuple[int, torch.Tensor, Mapping[str, torch.Tensor | None], torch.Tensor]
+"""A row's index and loss, the objective's inputs [T] by name, and the mask of its trained targets."""
+
+
+def describe_rows(rows: Sequence[RowValues]) -> str | None:
+    """Describe the first non-finite value of rows' losses and inputs; None if all are finite.
 
     A loss can be finite although its inputs, and therefore its gradients, are not: clipping bounds an
-    infinite ratio.
+    infinite ratio. Waits for the device once.
     """
-    given = {name: mask_T & ~values_T.isfinite() for name, values_T in inputs.items() if values_T is not None}
-    is_wrong = torch.stack([~loss.isfinite(), *(is_wrong_T.any() for is_wrong_T in given.values())])
-    if not bool(is_wrong.any()):
+    is_wrong = [
+        torch.stack([~loss.isfinite(), *(one_T.any() for one_T in _non_finite(inputs, mask_T).values())])
+        for _, loss, inputs, mask_T in rows
+    ]
+    if not bool(torch.cat(is_wrong).any()):
         return None
-    row = f"the loss of row {index} {_own_rank()} is {float(loss)}"
-    for name, is_wrong_T in given.items():
+    index, loss, inputs, mask_T = next(row for row, one in zip(rows, is_wrong, strict=True) if one.any())
+    described = f"the loss of row {index} {_own_rank()} is {float(loss)}"
+    for name, is_wrong_T in _non_finite(inputs, mask_T).items():
         if bool(is_wrong_T.any()):
             values_T = inputs[name]
             assert values_T is not None
             place = int(is_wrong_T.nonzero()[0])
-            return f"{row}: {name} of its target {place} is {float(values_T[place])}"
-    return f"{row}, although all that the objective is given is finite"
+            return f"{described}: {name} of its target {place} is {float(values_T[place])}"
+    return f"{described}, although all that the objective is given is finite"
+
+
+def _non_finite(inputs: Mapping[str, torch.Tensor | None], mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: mask_T & ~values_T.isfinite() for name, values_T in inputs.items() if values_T is not None}
 
 
 def describe_fresh_mismatch(metrics: Mapping[str, float], largest: float, *, step: int) -> str | None:

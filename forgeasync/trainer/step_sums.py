@@ -3,57 +3,58 @@
 Shape suffixes: T targets of a row, S its sequences, M MoE layers.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.distributed import utils as dist_utils
 
 from forgeasync.algorithms import MAX_LOG_RATIO, RowLoss, RowTokens, capped
 from forgeasync.rollouts import NO_RECORD
+from forgeasync.trainer.host_copies import to_device
 from forgeasync.trainer.packing import PackedRow
+
+_OWN = "own:"
+"""Prefix of the names of sums that are not over trained tokens."""
 
 
 class StepSums:
-    """Sums over trained tokens, by the names of their means in metrics.jsonl."""
+    """Sums over trained tokens in float64, by the names of their means in metrics.jsonl."""
 
     def __init__(self, *, num_layers: int, device: str, is_first: bool = True) -> None:
         """``is_first`` False: earlier steps of the batch changed the weights, so no token is fresh."""
-        self._device = device
         self._is_first = is_first
+        self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._sums: dict[str, torch.Tensor] = {}
-        self._largest = torch.zeros((), device=device)
+        self._largest = dict.fromkeys(("difference", "correction"), self._zero)
         # Per layer: replayed decisions, and those in which the gate would have chosen otherwise.
         self._routing_M2 = torch.zeros((num_layers, 2), dtype=torch.float64, device=device)
-        # Tokens whose output in the model matters; those of them with a record; padding.
-        self._coverage = torch.zeros(3, dtype=torch.float64)
-        # Per probe: sum of abs(logprob difference), sum of k3, tokens.
-        self._probes: dict[str, torch.Tensor] = {}
-        self._ratios = _WeightSums(device)
-        self._corrections: _WeightSums | None = None
-        self._loss = torch.zeros((), device=device)
-
-    @property
-    def num_padding_tokens(self) -> int:
-        """Number of padding tokens over the mesh; call ``metrics`` first."""
-        return int(self._coverage[2])
+        self.num_padding_tokens: int
+        """Number of padding tokens over the mesh, after a call of ``metrics``."""
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Add a row's part of the batch's loss."""
-        self._loss = self._loss + loss
+        self._add_own(loss=loss)
 
     def add_correction(self, weights_T: torch.Tensor) -> None:
-        """Add the weights that corrections gave a row's trained tokens."""
-        if self._corrections is None:
-            self._corrections = _WeightSums(self._device)
-        self._corrections.add(weights_T)
+        """Add the weights that corrections gave a row's trained tokens; those of its other tokens are 0."""
+        doubles_T = weights_T.double()
+        self._add_own(correction=doubles_T.sum(), correction_squared=doubles_T.square().sum())
+        self._add_largest("correction", weights_T)
 
-    def add(self, sums: Mapping[str, torch.Tensor]) -> None:
+    def add(self, sums: Mapping[str, torch.Tensor | float]) -> None:
         """Add a row's sums by name."""
         for name, value in sums.items():
-            self._sums[name] = self._sums.get(name, torch.zeros((), device=self._device)) + value
+            self._sums[name] = self._sums.get(name, self._zero) + value
+
+    def _add_own(self, **sums: torch.Tensor | float) -> None:
+        self.add({f"{_OWN}{name}": value for name, value in sums.items()})
+
+    def _add_largest(self, name: str, values_T: torch.Tensor) -> None:
+        if len(values_T):
+            self._largest[name] = torch.maximum(self._largest[name], values_T.max())
 
     def add_row(self, row: PackedRow, tokens: RowTokens, result: RowLoss, entropies_T: torch.Tensor) -> None:
         """Add a row's loss, log-probabilities and coverage."""
@@ -61,8 +62,8 @@ class StepSums:
         self.add_loss(result.loss.detach())
         self.add(result.sums)
         if result.weights_T is not None:
-            self.add_correction(result.weights_T[mask_T])
-        self.add({"policy/entropy": entropies_T[mask_T].sum()})
+            self.add_correction(tokens.masked(result.weights_T))
+        self.add({"policy/entropy": tokens.masked(entropies_T).sum()})
         self.add_mismatch(tokens.logprobs_T.detach(), tokens.behavior_logprobs_T, mask_T, row)
         self.add_coverage(row)
 
@@ -75,16 +76,17 @@ class StepSums:
         difference is purely numerical. A response that was sampled across an update has no fresh tokens,
         because later tokens attend to states that older weights computed.
         """
-        difference_T = (logprobs_T - behavior_T)[mask_T]
-        is_fresh_T = torch.from_numpy(_is_fresh(row) & self._is_first).to(self._device)[mask_T]
-        self._ratios.add(difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
-        if len(difference_T):
-            self._largest = torch.maximum(self._largest, difference_T.abs().max())
+        # Selecting by a mask would wait for the GPU.
+        difference_T = (logprobs_T - behavior_T).where(mask_T, 0.0)
+        is_fresh_T = to_device(_is_fresh(row) & self._is_first) & mask_T
+        ratios_T = difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().where(mask_T, 0.0).double()
+        self._add_own(ratio=ratios_T.sum(), ratio_squared=ratios_T.square().sum())
+        self._add_largest("difference", difference_T.abs())
         self.add(
             {
                 "mismatch/logprob_abs_mean": difference_T.abs().sum(),
                 "mismatch/kl": _k3(difference_T).sum(),
-                "mismatch/fresh_logprob_abs_mean": difference_T[is_fresh_T].abs().sum(),
+                "mismatch/fresh_logprob_abs_mean": difference_T.where(is_fresh_T, 0.0).abs().sum(),
                 "mismatch/num_fresh": is_fresh_T.sum(),
             }
         )
@@ -102,66 +104,51 @@ class StepSums:
         num_recorded = 0
         if row.expert_ids_LMK is not None:
             num_recorded = int(row.num_uses_L[row.expert_ids_LMK[:, 0, 0] != NO_RECORD].sum())
-        self._coverage += torch.tensor([num_needed, num_recorded, int((row.num_uses_L == 0).sum())])
+        num_padding = int((row.num_uses_L == 0).sum())
+        self._add_own(needed=num_needed, recorded=num_recorded, padding=num_padding)
 
     def add_probe(self, name: str, difference_T: torch.Tensor) -> None:
         """Add logprob differences of a row that was recomputed for comparison."""
-        added = torch.stack(
-            [
-                difference_T.abs().sum(),
-                _k3(difference_T).sum(),
-                torch.tensor(float(len(difference_T)), device=self._device),
-            ]
-        )
-        self._probes[name] = self._probes.get(name, torch.zeros(3, device=self._device)) + added
+        self._add_own(**{f"{name}_abs": difference_T.abs().sum(), f"{name}_k3": _k3(difference_T).sum()})
+        self._add_own(**{f"{name}_tokens": len(difference_T)})
 
     def metrics(self, num_trained: int, *, mesh: DeviceMesh | None) -> dict[str, float]:
         """Return means over the ``num_trained`` tokens of all ranks; collective over the mesh."""
         count = max(1, num_trained)
-        zero = torch.zeros((), device=self._device)
-        metrics = {
-            name: dist_utils.dist_sum(self._sums.get(name, zero).float(), mesh) / count
-            for name in _names_of_all_ranks(self._sums, mesh)
-        }
-        metrics["loss"] = dist_utils.dist_sum(self._loss, mesh)
-        metrics["off_policy/effective_sample_share"] = self._ratios.effective_share(count, mesh=mesh)
-        if self._corrections is not None:
-            metrics |= {
-                "correction/weight_mean": self._corrections.mean(count, mesh=mesh),
-                "correction/weight_max": self._corrections.largest(mesh=mesh),
-                "correction/effective_sample_share": self._corrections.effective_share(count, mesh=mesh),
-            }
+        names = _names_of_all_ranks(self._sums, mesh)
+        totals = _reduced({name: self._sums.get(name, self._zero) for name in names}, dist.ReduceOp.SUM, mesh)
+        largest = _reduced(self._largest, dist.ReduceOp.MAX, mesh)
+        metrics = {name: total / count for name, total in totals.items() if not name.startswith(_OWN)}
+        own = defaultdict(float, {k[len(_OWN) :]: v for k, v in totals.items() if k.startswith(_OWN)})
+        self.num_padding_tokens = int(own["padding"])
+        metrics["loss"] = own["loss"]
+        metrics["off_policy/effective_sample_share"] = _effective_share(own, "ratio", count)
+        if "correction" in own:
+            metrics["correction/weight_mean"] = own["correction"] / count
+            metrics["correction/weight_max"] = largest["correction"]
+            metrics["correction/effective_sample_share"] = _effective_share(own, "correction", count)
         fresh_share = metrics.pop("mismatch/num_fresh")
         if fresh_share:
             metrics["mismatch/fresh_logprob_abs_mean"] /= fresh_share
         else:
             # No token was sampled under the current weights, so there is no such mean.
             del metrics["mismatch/fresh_logprob_abs_mean"]
-        metrics["mismatch/logprob_abs_max"] = dist_utils.dist_max(self._largest.float(), mesh)
-        for name, probe in self._probes.items():
-            absolute, k3, num_tokens = (dist_utils.dist_sum(part, mesh) for part in probe)
-            if num_tokens:
-                metrics[f"mismatch/{name}_logprob_abs_mean"] = absolute / num_tokens
-                metrics[f"mismatch/{name}_kl"] = k3 / num_tokens
-        return metrics | self._routing_metrics(mesh)
-
-    def _routing_metrics(self, mesh: DeviceMesh | None) -> dict[str, float]:
+        metrics["mismatch/logprob_abs_max"] = largest["difference"]
+        for name in ("with_replay", "without_replay"):
+            if num_tokens := own[f"{name}_tokens"]:
+                metrics[f"mismatch/{name}_logprob_abs_mean"] = own[f"{name}_abs"] / num_tokens
+                metrics[f"mismatch/{name}_kl"] = own[f"{name}_k3"] / num_tokens
+        if not len(self._routing_M2):
+            return metrics | {"routing/num_moe_layers": 0.0}
+        metrics["routing/recorded_share"] = own["recorded"] / max(1.0, own["needed"])
+        metrics["routing/num_without_record"] = own["needed"] - own["recorded"]
         # Tensor-parallel ranks count parts of a row's tokens, or all of them. The sum over all ranks gives
         # the right share in both cases.
         dist.all_reduce(self._routing_M2)
-        coverage = [dist_utils.dist_sum(count.to(self._device), mesh) for count in self._coverage]
-        self._coverage = torch.tensor(coverage, dtype=torch.float64)
-        num_needed, num_recorded, _ = coverage
-        if not len(self._routing_M2):
-            return {"routing/num_moe_layers": 0.0}
-        metrics = {
-            "routing/recorded_share": num_recorded / max(1.0, num_needed),
-            "routing/num_without_record": num_needed - num_recorded,
-        }
-        num_decisions, num_other = self._routing_M2.sum(0).tolist()
-        if num_decisions:
-            metrics["routing/disagreement_share"] = num_other / num_decisions
-            for layer, (decisions, other) in enumerate(self._routing_M2.tolist()):
+        routing_M2 = self._routing_M2.tolist()
+        if num_decisions := sum(decisions for decisions, _ in routing_M2):
+            metrics["routing/disagreement_share"] = sum(other for _, other in routing_M2) / num_decisions
+            for layer, (decisions, other) in enumerate(routing_M2):
                 metrics[f"routing/disagreement_share_layer_{layer:02d}"] = other / max(1.0, decisions)
         return metrics
 
@@ -178,33 +165,24 @@ def _names_of_all_ranks(sums: Mapping[str, torch.Tensor], mesh: DeviceMesh | Non
     return list(dict.fromkeys(name for names in names_by_rank for name in names))
 
 
-class _WeightSums:
-    """Mean and maximum of n samples' weights w, and their effective share of the samples.
+def _reduced(
+    scalars: Mapping[str, torch.Tensor], op: dist.ReduceOp.RedOpType, mesh: DeviceMesh | None
+) -> dict[str, float]:
+    """Return scalars reduced over the mesh, in one collective and one copy to the host."""
+    values = torch.stack(list(scalars.values()))
+    if mesh is not None:
+        dist.all_reduce(values, op, mesh.get_group())
+    return dict(zip(scalars, values.tolist(), strict=True))
 
-    The effective share is (sum w)^2 / (n * sum w^2): Kong, "A Note on Importance Sampling Using Standardized
-    Weights", 1992.
+
+def _effective_share(sums: Mapping[str, float], name: str, count: int) -> float:
+    """Return the effective share of n samples with weights w: (sum w)^2 / (n * sum w^2).
+
+    Source: Kong, "A Note on Importance Sampling Using Standardized Weights", 1992.
     """
-
-    def __init__(self, device: str) -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
-        self._largest = torch.zeros((), device=device)
-
-    def add(self, weights_T: torch.Tensor) -> None:
-        doubles_T = weights_T.double()
-        self._sums = self._sums + torch.stack([doubles_T.sum(), doubles_T.square().sum()])
-        if len(weights_T):
-            self._largest = torch.maximum(self._largest, weights_T.max())
-
-    def mean(self, count: int, *, mesh: DeviceMesh | None) -> float:
-        return dist_utils.dist_sum(self._sums[0], mesh) / count
-
-    def largest(self, *, mesh: DeviceMesh | None) -> float:
-        return dist_utils.dist_max(self._largest, mesh)
-
-    def effective_share(self, count: int, *, mesh: DeviceMesh | None) -> float:
-        total, squares = (dist_utils.dist_sum(part, mesh) for part in self._sums)
-        # If every weight is 0, nothing of the batch counts.
-        return total**2 / (count * squares) if squares else 0.0
+    squares = count * sums[f"{name}_squared"]
+    # If every weight is 0, nothing of the batch counts.
+    return sums[name] ** 2 / squares if squares else 0.0
 
 
 def _is_fresh(row: PackedRow) -> np.ndarray:

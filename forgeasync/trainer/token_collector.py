@@ -1,6 +1,6 @@
 """Reports values of single tokens of an optimizer step: all tokens of chosen rollouts, and the worst ones.
 
-The step computes these values anyway. They are copied to the host row by row, and only those that are
+The step computes these values anyway. They are copied to the host at its end, and only those that are
 reported are kept. For each reported token the report also has the layers in which the trainer's own gate
 would have chosen the replayed experts; the ranks of a row record this together (``ReplayedDecisions``).
 
@@ -53,7 +53,7 @@ class TokenCollector:
         self._objective = objective
         self._decisions = decisions
         self._trained_version = trained_version
-        self.report = TokenReport()
+        self._rows: list[tuple[PackedRow, torch.Tensor, torch.Tensor | None]] = []
 
     @torch.no_grad()
     def add(
@@ -77,10 +77,18 @@ class TokenCollector:
             self._objective.importance_ratios(tokens),
             result.advantages_T,
             entropies_T,
+            tokens.mask_T,
         ]
-        logprobs_T, ratios_T, advantages_T, entropies_on_host_T = (
-            torch.stack([values_T.float() for values_T in on_device]).cpu().numpy()
-        )
+        self._rows.append((row, torch.stack([values_T.float() for values_T in on_device]), decisions_ML))
+
+    def report(self) -> TokenReport:
+        """Return the reported tokens of all rows; waits for the device."""
+        return merged_reports([self._of_row(*one) for one in self._rows])
+
+    def _of_row(
+        self, row: PackedRow, values_5T: torch.Tensor, decisions_ML: torch.Tensor | None
+    ) -> TokenReport:
+        logprobs_T, ratios_T, advantages_T, entropies_T, mask_T = values_5T.cpu().numpy()
         sequence_T = row.sequence_ids_T
         num_prompt_S = np.array([one.num_prompt_tokens for one in row.sources])
         values = TokenValues(
@@ -90,21 +98,21 @@ class TokenCollector:
             behavior_logprobs_N=row.behavior_logprobs_T,
             ratios_N=ratios_T,
             advantages_N=advantages_T,
-            entropies_N=entropies_on_host_T,
+            entropies_N=entropies_T,
             versions_N=(self._trained_version - row.ages_T).astype(np.int32),
             num_kept_N=np.diff(row.kept_tokens.offsets).astype(np.int32),
             decisions_MN=None,
         )
-        trained_N = tokens.mask_T.cpu().numpy().nonzero()[0]
+        trained_N = mask_T.nonzero()[0]
         worst_N = _worst(values, trained_N, sequence_T, row.sources)
         is_wanted_S = np.array([one.source.is_recorded for one in row.sources])
         recorded_N = trained_N[is_wanted_S[sequence_T[trained_N]]]
         wanted_N = np.union1d(worst_N, recorded_N)
         wanted = values.take(wanted_N)
         if decisions_ML is not None:
-            at = torch.from_numpy(row.places_T[wanted_N]).to(decisions_ML.device)
-            wanted = dataclasses.replace(wanted, decisions_MN=decisions_ML[:, at].cpu().numpy())
-        self.report = merged_reports([self.report, _report(row, wanted, sequence_T, wanted_N, worst_N)])
+            at = row.places_T[wanted_N]
+            wanted = dataclasses.replace(wanted, decisions_MN=decisions_ML.cpu().numpy()[:, at])
+        return _report(row, wanted, sequence_T, wanted_N, worst_N)
 
 
 def _worst(

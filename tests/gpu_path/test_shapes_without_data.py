@@ -22,7 +22,7 @@ from forgeasync.planning import (
     trainer_parameters_per_rank,
 )
 from tests.support.config_samples import CONFIGS
-from tests.support.without_data import EAGER, Case, Seen, build_device, look_at
+from tests.support.without_data import EAGER, Case, Seen, look_at
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -74,11 +74,6 @@ class Outcome:
     config: RunConfig
     facts: ModelFacts
     seen: Seen
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_device(tmp_path_factory.mktemp("device"))
 
 
 _seen: dict[str, Seen] = {}

@@ -14,8 +14,10 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -80,6 +82,11 @@ def build_device(folder: Path) -> Path:
 @starts(Starts.PROCESSES)
 def look_at(cases: Mapping[str, Case], library: Path) -> dict[str, Seen]:
     """What the rank of each case did."""
+    return {name: Seen(**found) for name, found in on_pretended_device(__name__, cases, library).items()}
+
+
+def on_pretended_device(module: str, cases: Mapping[str, Case], library: Path) -> dict[str, Any]:
+    """What a module, which calls ``answer``, answers to cases in a process of its own."""
     environment = os.environ | {
         "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": str(Path(torch.__file__).parent / "lib"),
@@ -88,7 +95,7 @@ def look_at(cases: Mapping[str, Case], library: Path) -> dict[str, Seen]:
     asked = json.dumps({name: asdict(case) for name, case in cases.items()})
     out = library.with_suffix(".json")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.without_data", str(out)],
+        [sys.executable, "-m", module, str(out)],
         input=asked,
         env=environment,
         cwd=REPOSITORY,
@@ -96,7 +103,7 @@ def look_at(cases: Mapping[str, Case], library: Path) -> dict[str, Seen]:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-12000:]
-    return {name: Seen(**found) for name, found in json.loads(out.read_text()).items()}
+    return json.loads(out.read_text())
 
 
 class _Device:
@@ -110,22 +117,30 @@ class _Device:
     set_device = staticmethod(lambda _: None)
 
 
-def _main(out: Path) -> None:
+def answer(look: Callable[[Case], Any], out: Path) -> None:
+    """Write down what ``look`` finds in the cases of standard input."""
     with mock.patch("torch.accelerator.is_available", lambda: True):
         # The trainer then takes this machine for one with a GPU.
         import forgeasync.trainer.policy_trainer as _  # noqa: F401
     cases = {name: Case(**case) for name, case in json.load(sys.stdin).items()}
     # In a fork each: torch keeps meshes and plans of DTensors by layout, also when their groups are gone.
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        found = dict(zip(cases, pool.map(_look, cases.values(), chunksize=1), strict=True))
+        found = dict(zip(cases, pool.map(partial(_tried, look), cases.values(), chunksize=1), strict=True))
     out.write_text(json.dumps({name: asdict(seen) for name, seen in found.items()}))
 
 
+def _tried(look: Callable[[Case], Any], case: Case) -> Any:
+    try:
+        return look(case)
+    except Exception as error:
+        # Errors of fake tensors cannot be sent to another process.
+        raise AssertionError("".join(traceback.format_exception(error))) from None
+
+
 @contextlib.contextmanager
-def _patched(fake: Any, num_routed: int) -> Iterator[None]:
+def patched(fake: Any, num_routed: int) -> Iterator[None]:
     """Replaces what asks for values, for random numbers, or for the device itself."""
     import torch.distributed.device_mesh as device_mesh
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.fsdp._fully_shard import (
         _fsdp_collectives,
         _fsdp_init,
@@ -135,7 +150,7 @@ def _patched(fake: Any, num_routed: int) -> Iterator[None]:
     from torchtitan.models.common.decoder import Decoder
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-    from forgeasync.trainer import forward, model
+    from forgeasync.trainer import model
 
     def even_splits(
         _: object, mine_E: torch.Tensor, theirs: torch.Tensor, num_ranks: int
@@ -157,17 +172,6 @@ def _patched(fake: Any, num_routed: int) -> Iterator[None]:
             with fake:
                 return torch.empty(*arguments, **keywords)
 
-    make_masks = forward.attention_masks
-
-    def masks(of_model: Decoder, positions_BL: Any, *, part: slice) -> Any:
-        if part.stop - part.start < positions_BL.shape[1]:
-            return make_masks(of_model, positions_BL, part=part)
-        # TorchTitan finds sequences on the device.
-        with unset_fake_temporarily():
-            found = of_model.get_attention_masks(torch.from_numpy(positions_BL))
-        offsets = torch.empty(found.cu_seq_q.shape, dtype=found.cu_seq_q.dtype, device="cuda")
-        return found._replace(cu_seq_q=offsets, cu_seq_k=offsets)
-
     with contextlib.ExitStack() as stack:
         for module in (device_mesh, _fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state):
             stack.enter_context(mock.patch.object(module, "_get_device_handle", lambda *_: _Device))
@@ -177,13 +181,13 @@ def _patched(fake: Any, num_routed: int) -> Iterator[None]:
             (Decoder, "init_states", lambda self, buffer_device=None: None),
             (Decoder, "to_empty", to_empty),
             (model, "move_buffers", lambda *_: None),
-            (forward, "attention_masks", masks),
+            (torch.Tensor, "pin_memory", lambda self: self),
         ):
             stack.enter_context(mock.patch.object(owner, name, new, create=True))
         yield
 
 
-def _row(case: Case, config: Any, facts: Any) -> Any:
+def row_of(case: Case, config: Any, facts: Any) -> Any:
     from forgeasync.trainer import pack_row
     from tests.support.measured_memory import full_row
 
@@ -200,7 +204,7 @@ def _row(case: Case, config: Any, facts: Any) -> Any:
     return full_row(config.model_copy(update=sections), facts)
 
 
-def _group_of(arguments: Sequence[Any]) -> list[int]:
+def group_of(arguments: Sequence[Any]) -> list[int]:
     """Ranks of the process group among the arguments of a collective; none: it is not a collective."""
     import torch.distributed as dist
 
@@ -213,6 +217,17 @@ def _group_of(arguments: Sequence[Any]) -> list[int]:
     return []
 
 
+def config_and_facts(case: Case) -> tuple[Any, Any]:
+    """The run of a case, and its model with as many layers as the case has."""
+    from forgeasync.config import ModelFacts, load_config
+    from forgeasync.models import read_model_facts
+
+    config = load_config(REPOSITORY / "configs" / f"{case.config}.yaml", [*case.overrides, EAGER])
+    facts = read_model_facts(config.model.path) if case.facts is None else ModelFacts(**case.facts)
+    num_dense = case.num_layers if facts.num_experts == 0 else facts.num_dense_layers
+    return config, replace(facts, num_layers=case.num_layers, num_dense_layers=num_dense)
+
+
 def _look(case: Case) -> Seen:
     import torch.distributed as dist
     from torch._subclasses import FakeTensor, FakeTensorMode
@@ -220,18 +235,13 @@ def _look(case: Case) -> Seen:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    from forgeasync.config import ModelFacts, load_config
-    from forgeasync.models import read_model_facts
     from forgeasync.trainer import RowForward, build_parallel_dims, build_parallel_model
     from tests.support.live_tensors import LiveTensors
     from tests.support.trainers import local
 
-    config = load_config(REPOSITORY / "configs" / f"{case.config}.yaml", [*case.overrides, EAGER])
-    facts = read_model_facts(config.model.path) if case.facts is None else ModelFacts(**case.facts)
-    num_dense = case.num_layers if facts.num_experts == 0 else facts.num_dense_layers
-    facts = replace(facts, num_layers=case.num_layers, num_dense_layers=num_dense)
+    config, facts = config_and_facts(case)
     section, parallel = config.trainer, config.trainer.parallel
-    row = _row(case, config, facts)
+    row = row_of(case, config, facts)
     num_tokens = len(row.token_ids_L) // parallel.context
     if parallel.tensor > 1 and parallel.sequence:
         num_tokens //= parallel.tensor
@@ -255,7 +265,7 @@ def _look(case: Case) -> Seen:
                 seen.attention.append([str(q.dtype), list(q.shape), list(k.shape), offsets, arguments[5:7]])
             elif function is torch.ops.aten._grouped_mm.default:
                 seen.products.append([[str(x.dtype), list(x.shape)] for x in tensors[:2]])
-            elif function.namespace in ("c10d", "_c10d_functional") and (group := _group_of(arguments)):
+            elif function.namespace in ("c10d", "_c10d_functional") and (group := group_of(arguments)):
                 name = function.__name__.partition(".")[0]
                 sizes = [x.numel() for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
                 seen.collectives.append([name, group, [] if "alltoall" in name.replace("_", "") else sizes])
@@ -267,7 +277,7 @@ def _look(case: Case) -> Seen:
     torch.autograd.set_multithreading_enabled(False)
     dist.init_process_group("fake", rank=case.rank, world_size=parallel.num_procs, store=FakeStore())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with _patched(fake, num_tokens * facts.top_k):
+    with patched(fake, num_tokens * facts.top_k):
         dims = build_parallel_dims(section, world_size=parallel.num_procs)
         model = build_parallel_model(facts, section, parallel_dims=dims)
         with fake:
@@ -288,4 +298,4 @@ def _look(case: Case) -> Seen:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    answer(_look, Path(sys.argv[1]))

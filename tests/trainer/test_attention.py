@@ -59,7 +59,7 @@ def in_parts(inputs: Tensors, positions_BL: torch.Tensor, num_parts: int = 4) ->
     width = positions_BL.shape[1] // num_parts
     is_gqa, outs = k_BLNH.shape[2] != NUM_HEADS, []
     for start, q_part in zip(range(0, positions_BL.shape[1], width), q_BLNH.split(width, 1), strict=True):
-        masks = part_metadata(positions_BL.numpy(), start=start, stop=start + width, device="cpu")
+        masks = part_metadata(positions_BL.numpy(), start=start, stop=start + width)
         outs.append(attention(q_part, k_BLNH, v_BLNH, attention_masks=masks, enable_gqa=is_gqa))
     return torch.cat(outs, dim=1)
 

@@ -143,7 +143,7 @@ def test_a_gpu_gets_the_same_few_operators_whatever_the_sets_and_is_never_waited
     """On "meta", as on every device but the CPU; reading a value raises there."""
     num_tokens, vocab_size = 3000, 50_000
     numbers = []
-    for width in (1, 20, 2000):
+    for width in (1, 20, 500, vocab_size):
         hidden = torch.empty(num_tokens, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
         weight = torch.empty(vocab_size, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
         tokens = torch.empty(num_tokens, dtype=torch.int64, device="meta")
@@ -154,7 +154,7 @@ def test_a_gpu_gets_the_same_few_operators_whatever_the_sets_and_is_never_waited
             )
             torch.autograd.grad(found.logprobs_T.sum(), (hidden, weight))
         numbers.append(calls.num)
-    assert numbers == numbers[:1] * 3 and numbers[0] <= 3 * 200, "for three chunks"
+    assert numbers == numbers[:1] * 4 and numbers[0] <= 3 * 200, "for three chunks"
 
 
 @pytest.mark.parametrize("num_uncut", [0, 40])

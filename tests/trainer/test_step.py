@@ -17,7 +17,7 @@ from forgeasync.trainer import (
     StepMemory,
     StepResult,
     describe_non_finite,
-    describe_row,
+    describe_rows,
     merge_step_results,
     require_finite,
     value_ranges,
@@ -49,15 +49,16 @@ def test_the_first_tensor_that_is_not_finite_is_named(value: float) -> None:
 
 def test_a_row_is_described_by_the_first_input_that_is_not_finite() -> None:
     hidden = torch.tensor([1.0, 1.0, NAN, 1.0])
-    assert describe_row(3, torch.tensor(0.5), {"a": FINE, "b": None, "c": hidden}, MASK) is None
+    fine = (2, torch.tensor(0.5), {"a": FINE, "b": None, "c": hidden}, MASK)
+    assert describe_rows([fine]) is None
     broken = torch.tensor([1.0, 1.0, NAN, -INF])
     expected = "the loss of row 3 on trainer rank 0 is 0.5: c of its target 3 is -inf"
     inputs = {"a": FINE, "b": None, "c": broken, "d": broken}
-    assert describe_row(3, torch.tensor(0.5), inputs, MASK) == expected
+    assert describe_rows([fine, (3, torch.tensor(0.5), inputs, MASK)]) == expected
     expected = (
         "the loss of row 3 on trainer rank 0 is nan, although all that the objective is given is finite"
     )
-    assert describe_row(3, torch.tensor(NAN), {"a": FINE, "c": hidden}, MASK) == expected
+    assert describe_rows([fine, (3, torch.tensor(NAN), {"a": FINE, "c": hidden}, MASK)]) == expected
 
 
 def test_what_a_judge_says_of_a_step() -> None:

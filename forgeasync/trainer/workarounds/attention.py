@@ -42,6 +42,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 from torchtitan.protocols.module import Module
 
+from forgeasync.trainer.host_copies import to_device
+
 GROUP_RATIO = 1.25
 """Upper bound of the padded length of sequences of at least ``SHORT`` tokens, relative to their length."""
 
@@ -366,7 +368,7 @@ class PartMetadata(NamedTuple):
     key_stop: int
 
 
-def part_metadata(positions_BL: np.ndarray, *, start: int, stop: int, device: str) -> PartMetadata:
+def part_metadata(positions_BL: np.ndarray, *, start: int, stop: int) -> PartMetadata:
     """Find the sequences of whole rows that overlap the positions from ``start`` to ``stop``.
 
     ``positions_BL`` are integers [B, L] that restart at 0 with every sequence (padding is a sequence too).
@@ -386,7 +388,7 @@ def part_metadata(positions_BL: np.ndarray, *, start: int, stop: int, device: st
     num_queries_S, num_keys_S = np.concatenate(num_queries), np.concatenate(num_keys)
 
     def offsets(lengths_S: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32)).to(device)
+        return to_device(np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32))
 
     return PartMetadata(
         cu_seq_q=offsets(num_queries_S),
