@@ -80,10 +80,15 @@ def test_packages_with_cpu_builds_are_locked_to_those_without_a_label() -> None:
         assert f"{name}==={versions[name]}" in lines
 
 
-def test_one_package_alone_brings_the_bindings_of_cuda() -> None:
-    """cuda-python before 12.8 has modules of the same names, older ones: FlashInfer is not imported."""
+def test_packages_of_cuda_are_of_one_release() -> None:
+    """What ``pip check`` does not see: cuda-python before 12.8 has modules of its own in place of
+    cuda-bindings', and nvcc refuses headers of another release."""
     versions = locked("gpu.lock")
     assert versions["cuda-python"] == versions["cuda-bindings"]
+    release = versions["cuda-toolkit"].rsplit(".", 2)[0]
+    for name in ("cccl", "crt", "nvcc", "nvrtc", "runtime"):
+        assert versions[f"nvidia-cuda-{name}"].startswith(f"{release}."), name
+    assert versions["nvidia-nvvm"] == versions["nvidia-cuda-nvcc"]
 
 
 def _without_torchstore() -> list[str]:
