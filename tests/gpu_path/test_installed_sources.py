@@ -5,6 +5,8 @@ import importlib
 import inspect
 import textwrap
 
+from tests.support import gpu_runner
+
 
 def resolve(name: str) -> type:
     module, _, attribute = name.rpartition(".")
@@ -45,3 +47,18 @@ def test_the_runner_of_these_tests_is_the_gpus() -> None:
     (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
     assert [base.id for base in cls.bases] == ["GPUModelRunner"]
     assert [node.name for node in cls.body if isinstance(node, ast.FunctionDef)] == ["warming_up_model"]
+
+
+def test_operators_of_these_tests_have_the_parameters_of_vllms() -> None:
+    import vllm._custom_ops as ops
+
+    stand_ins = (
+        gpu_runner.topk_softmax,
+        gpu_runner.moe_align_block_size,
+        gpu_runner.moe_lora_align_block_size,
+        gpu_runner.moe_sum,
+    )
+    for function in stand_ins:
+        theirs = inspect.signature(getattr(ops, function.__name__)).parameters.values()
+        ours = inspect.signature(function).parameters.values()
+        assert [(one.name, one.default) for one in ours] == [(one.name, one.default) for one in theirs]

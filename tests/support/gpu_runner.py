@@ -80,8 +80,9 @@ def topk_softmax(
     gating_output: torch.Tensor,
     renormalize: bool = False,
     e_score_correction_bias: torch.Tensor | None = None,
+    is_padding: torch.Tensor | None = None,
 ) -> None:
-    assert e_score_correction_bias is None
+    assert e_score_correction_bias is None and is_padding is None
     weights, ids = gating_output.float().softmax(-1).topk(topk_ids.shape[1], dim=-1)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
