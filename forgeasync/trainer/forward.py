@@ -98,7 +98,7 @@ class RowForward:
         return slice(self._context_rank * width, (self._context_rank + 1) * width)
 
     def _own_targets(self, row: PackedRow) -> slice:
-        """Return the targets in this rank's part; they are consecutive, because such rows have no branches."""
+        """Return the targets in this rank's part. They are consecutive: such rows have no branches."""
         if self._context_group is None:
             return slice(0, row.num_targets)
         mine = self.own_part(row)
