@@ -335,7 +335,7 @@ def _speed(device: Device, report: Report) -> None:
     report.put(num_experts=sizes.num_experts, state_gb=_state_bytes(sizes) / GB)
     rows = _rows(sizes)
     trainer = _trainer(device, sizes, "full")
-    num_tokens = sum(int((row.sequence_ids_L >= 0).sum()) for row in rows)
+    num_tokens = sum(int(row.num_uses_L.sum()) for row in rows)
     results = []
     step_s = device.time_s(lambda: results.append(trainer.train_step(rows)), repeats=3)
     report.put(

@@ -216,7 +216,7 @@ def test_what_the_tool_writes_is_given_and_not_learned(tasks: list[Task]) -> Non
         assert learned == "".join(one.text for one in pieces if not one.is_given) + tokenizer.eos_token
         given = tokenizer.decode(sequence.response_ids_T[~sequence.is_sampled_T])
         assert given == "".join(one.text for one in pieces if one.is_given)
-        assert len(pack_row([sequence]).mask_L.nonzero()[0]) == sequence.is_sampled_T.sum()
+        assert pack_row([sequence]).num_targets == sequence.is_sampled_T.sum()
 
 
 def test_a_warm_up_for_another_environment_is_refused() -> None:

@@ -201,10 +201,11 @@ def test_each_sampled_token_trains_once_with_what_was_first_computed(seed: int, 
             # The position before a token predicts it.
             at = offset + position - 1
             found.append(at)
-            assert row.target_ids_L[at] == token.id
-            assert row.behavior_logprobs_L[at] == np.float32(token.logprob)
-            assert row.ages_L[at] == 100 - token.version
-            assert row.advantages_L[at] == index - 0.5 and row.sample_weights_L[at] == 1.0 + index
+            target = len(found) - 1
+            assert row.target_ids_T[target] == token.id
+            assert row.behavior_logprobs_T[target] == np.float32(token.logprob)
+            assert row.ages_T[target] == 100 - token.version
+            assert row.advantages_T[target] == index - 0.5 and row.sample_weights_T[target] == 1.0 + index
             kept_row = row.kept_tokens.row(len(found) - 1).tolist()
             assert kept_row == (token.kept if len(token.kept) < VOCABULARY else [])
         end = offset + len(path)
@@ -213,7 +214,7 @@ def test_each_sampled_token_trains_once_with_what_was_first_computed(seed: int, 
         assert row.expert_ids_LMK[offset : end - 1].tolist() == np.array(experts_SMK).tolist()
         assert (row.expert_ids_LMK[end - 1] == NO_RECORD).all(), "the last token was never input"
         offset = end
-    assert found == np.flatnonzero(row.mask_L).tolist() and row.kept_tokens.num_tokens == len(found)
+    assert found == row.places_T.tolist() and row.kept_tokens.num_tokens == len(found)
     assert sorted(trained) == sorted(id(token) for played in of_episodes for token in played.sampled)
 
 

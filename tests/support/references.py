@@ -106,12 +106,22 @@ def random_inputs(
     return random(NUM_HEADS, head_size), random(num_kv_heads, head_size), random(num_kv_heads, value_size)
 
 
-def masked_attention(inputs: Sequence[torch.Tensor], positions_BL: torch.Tensor) -> torch.Tensor:
-    """Float64 [B, L, N, H]: a row at a time, everything but a token's own past masked."""
+def masked_attention(
+    inputs: Sequence[torch.Tensor],
+    positions_BL: torch.Tensor,
+    *,
+    visible_until_L: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Float64 [B, L, N, H]: a row at a time, everything but a token's own past masked.
+
+    With ``visible_until_L`` the rows are trees; otherwise positions restart with each sequence.
+    """
     outs = []
     for row, positions_L in enumerate(positions_BL):
         sequence_L = (positions_L == 0).cumsum(0)
         is_seen_LL = (sequence_L[:, None] == sequence_L).tril()
+        if visible_until_L is not None:
+            is_seen_LL = (torch.arange(len(visible_until_L))[:, None] < visible_until_L).tril()
         q_NLH, k_NLH, v_NLH = (x[row].double().transpose(0, 1) for x in inputs)
         out_NLH = F.scaled_dot_product_attention(q_NLH, k_NLH, v_NLH, attn_mask=is_seen_LL, enable_gqa=True)
         outs.append(out_NLH.transpose(0, 1))

@@ -4,6 +4,7 @@ The GPU's kernel is a stand-in for FlashAttention's (tests/support/varlen_kernel
 values over ranks is part of tests/trainer/test_layouts.py.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 
@@ -16,8 +17,10 @@ from torchtitan.models.common.attention import create_varlen_metadata_for_docume
 from forgeasync.trainer import (
     ContextAttention,
     PackedAttention,
+    PackedRow,
     WholeRowAttention,
     attend,
+    pack_row,
     packed_sequences,
     part_metadata,
 )
@@ -28,6 +31,7 @@ from tests.support.references import (
     packed_positions,
     random_inputs,
 )
+from tests.trainer.test_packing import make_sequence
 
 importlib.import_module("tests.support.varlen_kernel")
 
@@ -41,13 +45,21 @@ TOLERANCES = {
 """Of outputs and of gradients, absolute and relative, by the dtype of the inputs."""
 
 
+def visible_until(positions_BL: torch.Tensor) -> torch.Tensor:
+    """Of sequences without common prefixes, in rows end to end: where each token's sequence ends."""
+    positions_L = positions_BL.flatten()
+    starts = (positions_L == 0).nonzero()[:, 0]
+    ends = torch.cat([starts[1:], torch.tensor([len(positions_L)])])
+    return ends.repeat_interleave(ends - starts)
+
+
 def on_cpu(inputs: Tensors, positions_BL: torch.Tensor, num_parts: int = 1) -> torch.Tensor:
     """What all context-parallel ranks compute, each from its queries and all keys and values."""
     attention = PackedAttention(PackedAttention.Config())
     q_BLNH, k_BLNH, v_BLNH = inputs
     width, outs = positions_BL.shape[1] // num_parts, []
     for start, q_part in zip(range(0, positions_BL.shape[1], width), q_BLNH.split(width, 1), strict=True):
-        masks = packed_sequences(positions_BL, query_start=start)
+        masks = packed_sequences(visible_until(positions_BL), query_start=start)
         outs.append(attention(q_part, k_BLNH, v_BLNH, attention_masks=masks))
     return torch.cat(outs, dim=1)
 
@@ -72,16 +84,19 @@ def whole_rows(inputs: Tensors, positions_BL: torch.Tensor) -> torch.Tensor:
 
 def check(
     attention: Callable[[Tensors, torch.Tensor], torch.Tensor],
-    rows: list[list[int]],
+    rows: list[list[int]] | torch.Tensor,
     *,
+    reference: Callable[[Tensors, torch.Tensor], torch.Tensor] = masked_attention,
     dtype: torch.dtype,
     num_kv_heads: int = 2,
     sizes: tuple[int, int] = (16, 16),
     scale: float = 1.0,
     seed: int = 0,
 ) -> None:
-    """``sizes`` are those of heads and of values."""
-    positions_BL, (head_size, value_size) = packed_positions(rows), sizes
+    """``rows`` have lengths of sequences, or positions; ``sizes`` are those of heads and of values."""
+    positions_BL, (head_size, value_size) = rows, sizes
+    if not isinstance(rows, torch.Tensor):
+        positions_BL = packed_positions(rows)
     inputs = random_inputs(
         positions_BL,
         num_kv_heads=num_kv_heads,
@@ -91,7 +106,7 @@ def check(
         seed=seed,
         dtype=dtype,
     )
-    out, expected = attention(inputs, positions_BL), masked_attention(inputs, positions_BL)
+    out, expected = attention(inputs, positions_BL), reference(inputs, positions_BL)
     assert out.dtype == dtype
     of_outputs, of_gradients = TOLERANCES[dtype]
     torch.testing.assert_close(out.double(), expected, atol=of_outputs[0] * scale**2, rtol=of_outputs[1])
@@ -114,6 +129,41 @@ def test_sequences_of_any_lengths_in_parts(lengths: list[int], num_parts: int) -
     # The last sequence is padding up to a multiple of the parts.
     rows = [[*lengths, num_parts - sum(lengths) % num_parts]]
     check(lambda *inputs: in_parts(*inputs, num_parts), rows, dtype=torch.float64)
+
+
+def check_trees(row: PackedRow, dtype: torch.dtype, *, scale: float = 1.0, value_size: int = 16) -> None:
+    positions_BL, visible_until_L = map(torch.from_numpy, (row.positions_L[None], row.visible_until_L))
+    check(
+        lambda inputs, _: PackedAttention(PackedAttention.Config())(
+            *inputs, attention_masks=packed_sequences(visible_until_L)
+        ),
+        positions_BL,
+        dtype=dtype,
+        scale=scale,
+        sizes=(16, value_size),
+        reference=functools.partial(masked_attention, visible_until_L=visible_until_L),
+    )
+
+
+@given(st.lists(st.lists(st.integers(1, 2), min_size=2, max_size=40), min_size=1, max_size=12))
+def test_trees_on_cpus(sequences: list[list[int]]) -> None:
+    """Of two token ids: sequences have long common beginnings, and branch many times."""
+    row = pack_row([make_sequence(one[:1], one[1:]) for one in sequences], share_prefixes=True)
+    check_trees(row, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value_size", [16, 10])
+def test_groups_of_responses_to_a_prompt_on_cpus(dtype: torch.dtype, value_size: int) -> None:
+    prompts = [[number] * length for number, length in ((1, 70), (2, 3))]
+    sequences = [make_sequence(one, [3 + i] * (5 + 7 * i)) for one in prompts for i in range(4)]
+    check_trees(pack_row(sequences, share_prefixes=True), dtype, value_size=value_size)
+
+
+def test_large_scores_of_trees_on_cpus() -> None:
+    """Nothing of the tokens that a query does not see may reach exp()."""
+    sequences = [make_sequence([1] * 30, [2 + i] * (20 + i)) for i in range(3)]
+    check_trees(pack_row(sequences, share_prefixes=True), torch.float64, scale=30.0)
 
 
 @pytest.mark.parametrize("scale", [1.0, 6.0, 30.0])
@@ -180,4 +230,6 @@ def test_the_operator_is_what_compilers_are_told(dtype: torch.dtype) -> None:
     inputs = random_inputs(positions_BL, num_kv_heads=2, head_size=16, value_size=16)
     flat = [x[0].detach().to(dtype).requires_grad_() for x in inputs]
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    torch.library.opcheck(attend, (*flat, *packed_sequences(positions_BL)[:2], 0.25), atol=tolerance, rtol=0)
+    torch.library.opcheck(
+        attend, (*flat, *packed_sequences(visible_until(positions_BL))[:3], 0.25), atol=tolerance, rtol=0
+    )

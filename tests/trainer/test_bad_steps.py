@@ -52,20 +52,20 @@ def _changed(rows: list[PackedRow], change: Callable[[np.ndarray], np.ndarray]) 
     """The rows, on the second rank with other advantages."""
     if dist.get_rank() == 0:
         return rows
-    return [dataclasses.replace(row, advantages_L=change(row.advantages_L)) for row in rows]
+    return [dataclasses.replace(row, advantages_T=change(row.advantages_T)) for row in rows]
 
 
 def _spoiled(rows: list[PackedRow]) -> list[PackedRow]:
-    return _changed(rows, lambda advantages_L: np.full_like(advantages_L, np.nan))
+    return _changed(rows, lambda advantages_T: np.full_like(advantages_T, np.nan))
 
 
 def _with(rows: list[PackedRow], field: str, value: float) -> list[PackedRow]:
     """The rows, on the second rank with one target's number replaced."""
     if dist.get_rank() == 0:
         return rows
-    values_L = getattr(rows[0], field).copy()
-    values_L[rows[0].mask_L.nonzero()[0][1]] = value
-    return [dataclasses.replace(rows[0], **{field: values_L}), *rows[1:]]
+    values_T = getattr(rows[0], field).copy()
+    values_T[1] = value
+    return [dataclasses.replace(rows[0], **{field: values_T}), *rows[1:]]
 
 
 def _spoil_one(tensor: torch.Tensor, value: float = torch.inf) -> None:
@@ -181,7 +181,7 @@ def a_spike_on_one_rank_is_skipped_on_all_and_judged_by_norms_that_go_on_with_th
         norms.append(result.metrics["grad_norm"])
     limit = 3.0 * (sorted(norms)[1] + sorted(norms)[2]) / 2
     before = _state(trainer)
-    spike = trainer.train_batch([_changed(rows[2], lambda advantages_L: advantages_L * 1e4)])
+    spike = trainer.train_batch([_changed(rows[2], lambda advantages_T: advantages_T * 1e4)])
     assert _differ(before, _state(trainer)) == ROWS_WERE_SEEN
     assert spike.metrics["grad_norm_limit"] == pytest.approx(limit)
     assert limit < spike.metrics["grad_norm"] < math.inf
@@ -234,12 +234,12 @@ def what_is_not_finite_on_one_rank_is_skipped_on_all_and_leaves_no_trace(world: 
     with pytest.MonkeyPatch.context() as patch:
         for bad_rows, accumulating, text in (
             (
-                _with(rows, "advantages_L", np.nan),
+                _with(rows, "advantages_T", np.nan),
                 accumulate,
                 "rank 1 is nan: the advantage of its target 1 is",
             ),
             (
-                _with(rows, "behavior_logprobs_L", -np.inf),
+                _with(rows, "behavior_logprobs_T", -np.inf),
                 accumulate,
                 "log-probability of its target 1 is -inf",
             ),
@@ -277,8 +277,8 @@ def the_rows_of_a_bad_step_can_be_read_back(world: World) -> None:
     write_rows(world.out / "rows", world.rows[0], rank=dist.get_rank(), reason="why")
     with np.load(world.out / "rows" / f"rank-{dist.get_rank()}.npz") as arrays:
         assert str(arrays["reason"]) == "why"
-        assert arrays["row0.mask_L"].any()
-        assert len(arrays["row0.kept_offsets"]) == arrays["row0.mask_L"].sum() + 1
+        assert len(arrays["row0.places_T"]) > 0
+        assert len(arrays["row0.kept_offsets"]) == len(arrays["row0.places_T"]) + 1
 
 
 def _keep(promises: list[Callable[[World], None]], folder: Path, out: Path) -> None:

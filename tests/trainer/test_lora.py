@@ -193,7 +193,7 @@ def _train(folder: Path, sequences: list[TrainingSequence]) -> tuple[list[float]
     with torch.no_grad():
         logprobs_T = trainer.logprobs(row).numpy()
     # Sampled by the policy itself, so that the objective starts at minus the mean advantage.
-    row.behavior_logprobs_L[row.mask_L] = logprobs_T
+    row.behavior_logprobs_T[:] = logprobs_T
     base, before = base_weights(trainer), named_tensors(trainer)
     losses = [trainer.train_step([row]).metrics["loss"] for _ in range(30)]
     is_kept = all(torch.equal(base[name], tensor) for name, tensor in base_weights(trainer).items())

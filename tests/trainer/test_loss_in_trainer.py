@@ -165,9 +165,9 @@ def _by_hand(folder: Path) -> None:
     trainer = unclipped_trainer(folder, section(objective={"kind": "reinforce"}), max_token_age=1)
     row = pack_row(sequences)
     result, gradients = step_with_gradients(trainer, [row])
-    mask = torch.from_numpy(row.ages_L[row.mask_L] <= 1)
-    advantages = torch.from_numpy(row.advantages_L[row.mask_L])
-    behavior = torch.from_numpy(row.behavior_logprobs_L[row.mask_L])
+    mask = torch.from_numpy(row.ages_T <= 1)
+    advantages = torch.from_numpy(row.advantages_T)
+    behavior = torch.from_numpy(row.behavior_logprobs_T)
     lengths = torch.tensor([len(sequence.response_ids_T) for sequence in sequences])
     weights = torch.tensor([one.weight for one in sequences]).repeat_interleave(lengths)
     with trainer._forward.replay(row):
@@ -206,7 +206,7 @@ def _against_checkpoint(folder: Path) -> None:
     reference.lm_head.register_forward_hook(lambda module, inputs, logits: logits / 0.8)
     with torch.no_grad():
         ref_T = torch.cat([reference_logprobs(reference, sequence) for sequence in free])
-    advantages_T = torch.from_numpy(row.advantages_L[row.mask_L]).double()
+    advantages_T = torch.from_numpy(row.advantages_T).double()
     for lora in (None, LORA):
         loss = section(objective={"kind": "reinforce"}, kl=K3)
         trainer = unclipped_trainer(folder, loss, learning_rate=3e-3, lora=lora)

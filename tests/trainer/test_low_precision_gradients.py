@@ -326,7 +326,7 @@ def test_attention_over_packed_sequences(
     ours, exact = leaves(*(normal(length, heads, size) for heads in (num_heads, num_kv_heads, num_kv_heads)))
     positions_L = torch.cat([torch.arange(one) for one in lengths])
     grad = factors(length * num_heads * size, sign).view(length, num_heads, size).bfloat16()
-    masks = packed_sequences(positions_L[None])
+    masks = packed_sequences(torch.tensor(lengths).cumsum(0).repeat_interleave(torch.tensor(lengths)))
     out = PackedAttention.Config().build()(*(x[None] for x in ours), attention_masks=masks)[0]
     right = masked_attention([x[None] for x in exact], positions_L[None])[0]
     assert error(out, right) < 0.004

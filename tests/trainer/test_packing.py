@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forgeasync.config import ROW_ALIGNMENT
 from forgeasync.rollouts import NO_RECORD, KeptTokens, plan_rows
-from forgeasync.trainer import NO_SEQUENCE, TrainingSequence, pack_row, pack_rows
+from forgeasync.trainer import TrainingSequence, pack_row, pack_rows
 
 
 def make_sequence(prompt: list[int], response: list[int], advantage: float = 1.0) -> TrainingSequence:
@@ -27,13 +27,14 @@ def test_each_response_token_is_predicted_by_the_token_before_it() -> None:
     row = pack_row([make_sequence([1, 2], [3, 4], 0.5), make_sequence([5], [6], -1.0)])
     assert row.token_ids_L[:6].tolist() == [1, 2, 3, 4, 5, 6]
     assert row.positions_L[:6].tolist() == [0, 1, 2, 3, 0, 1]
-    assert row.mask_L[:6].tolist() == [False, True, True, False, True, False]
-    assert row.target_ids_L[row.mask_L].tolist() == [3, 4, 6]
-    assert row.behavior_logprobs_L[row.mask_L].tolist() == [-3.0, -4.0, -6.0]
-    assert row.advantages_L[row.mask_L].tolist() == [0.5, 0.5, -1.0]
-    assert row.sample_weights_L[row.mask_L].tolist() == [3.5, 3.5, 2.0]
-    assert row.ages_L[row.mask_L].tolist() == [0, 1, 0] and row.ages_L.dtype == np.int32
-    assert row.sequence_ids_L[:6].tolist() == [0, 0, 0, 0, 1, 1]
+    assert row.visible_until_L[:6].tolist() == [4, 4, 4, 4, 6, 6]
+    assert row.places_T.tolist() == [1, 2, 4]
+    assert row.target_ids_T.tolist() == [3, 4, 6]
+    assert row.behavior_logprobs_T.tolist() == [-3.0, -4.0, -6.0]
+    assert row.advantages_T.tolist() == [0.5, 0.5, -1.0]
+    assert row.sample_weights_T.tolist() == [3.5, 3.5, 2.0]
+    assert row.ages_T.tolist() == [0, 1, 0]
+    assert row.sequence_ids_T.tolist() == [0, 0, 1]
 
 
 def test_rows_have_the_dtypes_that_a_trainer_takes() -> None:
@@ -43,10 +44,79 @@ def test_rows_have_the_dtypes_that_a_trainer_takes() -> None:
         for field in dataclasses.fields(row)
         if isinstance(array := getattr(row, field.name), np.ndarray)
     }
-    integers = ("token_ids_L", "positions_L", "target_ids_L", "sequence_ids_L")
-    numbers = ("behavior_logprobs_L", "advantages_L", "sample_weights_L")
+    of_tokens = ("token_ids_L", "positions_L", "visible_until_L", "num_uses_L")
+    integers = (*of_tokens, "places_T", "target_ids_T", "sequence_ids_T")
+    numbers = ("behavior_logprobs_T", "advantages_T", "sample_weights_T")
     expected = dict.fromkeys(integers, np.int64) | dict.fromkeys(numbers, np.float32)
-    assert found == expected | {"mask_L": np.bool_, "ages_L": np.int32}
+    assert found == expected | {"ages_T": np.int32}
+
+
+def test_common_beginnings_are_shared() -> None:
+    """Depth-first: the prompt, a response, and two that begin with 3 again."""
+    sequences = [
+        make_sequence([1, 2], [3, 4], 0.5),
+        make_sequence([5], [6]),
+        make_sequence([1, 2], [4], -0.5),
+        make_sequence([1, 2], [3, 5, 6], 1.5),
+    ]
+    row = pack_row(sequences, share_prefixes=True)
+    assert row.token_ids_L[:9].tolist() == [1, 2, 3, 4, 5, 6, 4, 5, 6]
+    assert row.positions_L[:9].tolist() == [0, 1, 2, 3, 3, 4, 2, 0, 1]
+    assert row.visible_until_L[:9].tolist() == [7, 7, 6, 4, 6, 6, 7, 9, 9]
+    assert row.num_uses_L[:10].tolist() == [3, 3, 2, 1, 1, 1, 1, 1, 1, 0]
+    assert row.places_T.tolist() == [1, 2, 1, 2, 4, 1, 7]
+    assert row.target_ids_T.tolist() == [3, 4, 3, 5, 6, 4, 6]
+    assert row.sequence_ids_T.tolist() == [0, 0, 1, 1, 1, 2, 3]
+    assert row.advantages_T.tolist() == [0.5, 0.5, 1.5, 1.5, 1.5, -0.5, 1.0]
+
+
+@pytest.mark.parametrize("differs_at", [0, 2, 3])
+def test_a_tree_splits_where_recorded_experts_differ(differs_at: int) -> None:
+    """Of two sequences that are alike, one layer of one token has another expert."""
+    ids_SMK = np.arange(5 * 2 * 3).reshape(5, 2, 3).astype(np.int16)
+    other_SMK = ids_SMK.copy()
+    other_SMK[differs_at, 1, 2] += 100
+    one = make_sequence([1, 2, 3], [4, 5])
+    sequences = [dataclasses.replace(one, expert_ids_SMK=ids) for ids in (ids_SMK, other_SMK, ids_SMK)]
+    row = pack_row(sequences, share_prefixes=True)
+    num_tokens = int((row.num_uses_L > 0).sum())
+    assert num_tokens == 5 + 5 - differs_at
+    assert row.num_targets == 6 and row.num_uses_L.sum() == 15
+    for index in range(3):
+        place = row.places_T[row.sequence_ids_T == index][0]
+        path = [k for k in range(place + 1) if row.visible_until_L[k] > place]
+        assert row.token_ids_L[path].tolist() == [1, 2, 3]
+
+
+@given(
+    sequences=st.lists(
+        st.tuples(
+            st.lists(st.integers(1, 2), min_size=1, max_size=4),
+            st.lists(st.integers(1, 2), min_size=1, max_size=12),
+        ),
+        max_size=12,
+    )
+)
+def test_a_target_sees_the_tokens_before_it_in_its_sequence(
+    sequences: list[tuple[list[int], list[int]]],
+) -> None:
+    packed = [make_sequence(prompt, response) for prompt, response in sequences]
+    row = pack_row(packed, share_prefixes=True)
+    found = []
+    for target, place in enumerate(row.places_T):
+        path = [k for k in range(place + 1) if row.visible_until_L[k] > place]
+        assert row.positions_L[path].tolist() == list(range(len(path)))
+        found.append((row.token_ids_L[path].tolist(), row.target_ids_T[target]))
+    expected = [
+        ([*prompt, *response[:index]], token)
+        for prompt, response in sequences
+        for index, token in enumerate(response)
+    ]
+    assert sorted(found) == sorted(expected)
+    prefixes = {(*prompt, *response)[:n] for prompt, response in sequences for n in range(1, 17)}
+    num_nodes = len(prefixes)
+    assert int((row.num_uses_L > 0).sum()) == num_nodes, "each beginning is computed once"
+    assert row.num_uses_L.sum() == sum(one.num_tokens for one in packed)
 
 
 def test_records_lie_where_their_tokens_do() -> None:
@@ -84,11 +154,12 @@ def test_long_ones_first_into_the_emptiest_row() -> None:
 def test_padding_is_marked_and_trains_nothing() -> None:
     row = pack_row([make_sequence([1], [2])])
     assert len(row.token_ids_L) == ROW_ALIGNMENT
-    assert (row.sequence_ids_L[2:] == NO_SEQUENCE).all()
+    assert row.num_uses_L.tolist() == [1, 1] + [0] * (ROW_ALIGNMENT - 2)
+    assert row.visible_until_L.tolist() == [2, 2] + [ROW_ALIGNMENT] * (ROW_ALIGNMENT - 2)
     assert row.positions_L[2] == 0, "padding must not continue the last sequence"
     assert row.num_targets == 1
     empty = pack_row([])
-    assert empty.num_targets == 0 and (empty.sequence_ids_L == NO_SEQUENCE).all()
+    assert empty.num_targets == 0 and not empty.num_uses_L.any()
 
 
 def test_a_sequence_longer_than_a_row_is_refused() -> None:
@@ -132,8 +203,8 @@ def test_every_response_token_comes_out_of_its_row(
     assert len({len(of_rank) for of_rank in rows}) == 1, "every rank has as many microbatches"
     unpacked = []
     for row in (row for of_rank in rows for row in of_rank):
-        for sequence_id in range(int(row.sequence_ids_L.max(initial=-1)) + 1):
-            here = row.sequence_ids_L == sequence_id
-            unpacked.append((row.token_ids_L[here].tolist(), row.target_ids_L[here & row.mask_L].tolist()))
+        ends = np.flatnonzero(row.visible_until_L == np.arange(1, len(row.token_ids_L) + 1)) + 1
+        for index, tokens in enumerate(np.split(row.token_ids_L, ends)[: row.num_sequences]):
+            unpacked.append((tokens.tolist(), row.target_ids_T[row.sequence_ids_T == index].tolist()))
     expected = [(prompt + response, response) for prompt, response in sequences]
     assert sorted(unpacked) == sorted(expected)

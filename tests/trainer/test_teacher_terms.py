@@ -111,12 +111,12 @@ def written_out(folder: Path, sequences: list[TrainingSequence]) -> dict[str, St
     trainer = unclipped_trainer(folder, Loss())
     row = pack_row(sequences)
     assert row.teacher is not None
-    targets_T1 = row.target_ids_L[row.mask_L][:, None]
+    targets_T1 = row.target_ids_T[:, None]
     extra_ids_TK = np.concatenate([targets_T1, row.teacher.ids_TK.astype(np.int64)], axis=1)
     lengths = torch.tensor([len(one.response_ids_T) for one in sequences])
     weights_T = torch.tensor([one.weight for one in sequences]).repeat_interleave(lengths).double()
-    advantages_T = torch.from_numpy(row.advantages_L[row.mask_L]).double()
-    behavior_T = torch.from_numpy(row.behavior_logprobs_L[row.mask_L]).double()
+    advantages_T = torch.from_numpy(row.advantages_T).double()
+    behavior_T = torch.from_numpy(row.behavior_logprobs_T).double()
     found = {}
     for name in ("sampled", "together"):
         predictions = trainer._forward.predictions(row, extra_ids_TK=extra_ids_TK)

@@ -32,7 +32,7 @@ def _train(folder: Path, sequences: list[TrainingSequence], has_adapters: bool) 
     rows = pack_rows(sequences, tokens_per_row=trainers.TOKENS_PER_ROW, num_ranks=num_ranks)[
         trainer.data_rank
     ]
-    bad_rows = [dataclasses.replace(row, advantages_L=np.full_like(row.advantages_L, np.nan)) for row in rows]
+    bad_rows = [dataclasses.replace(row, advantages_T=np.full_like(row.advantages_T, np.nan)) for row in rows]
     _, expected = _published(trainer)
     for number in range(NUM_STEPS):
         is_bad = number % 10 == 3
