@@ -180,6 +180,9 @@ class TrainerSection(Section):
     """Compute dtype; master weights and optimizer state are float32."""
     tokens_per_row: int = Field(gt=0, le=MAX_ROW_TOKENS)
     """Length of a packed row in tokens; every microbatch is one row per data-parallel rank."""
+    share_prefixes: bool = False
+    """Compute the tokens that sequences of a row have in common at their beginning, such as the prompt of a
+    group, once. On CPUs only, and without context parallelism."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     compile: bool = False
     """Use torch.compile for every layer."""
@@ -216,7 +219,9 @@ class TrainerSection(Section):
         return RoutingReplay.OFF if value is False else value
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Yield bad-step policies that need a snapshot at the start of every batch."""
+        """Yield prefixes that cannot be shared, and bad-step policies without the snapshots they need."""
+        if self.share_prefixes and self.parallel.context > 1:
+            yield "share_prefixes", "must be false with parallel.context above 1, which divides rows"
         every = self.recovery.snapshot_every_steps
         for name in ("on_nan", "on_spike"):
             if getattr(self.bad_steps, name) is OnBadStep.ROLLBACK and every != 1:

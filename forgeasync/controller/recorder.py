@@ -316,6 +316,7 @@ class RunRecorder:
             trainer=result.metrics,
         ).to_dict()
         metrics["trainer/num_padding_tokens"] = result.num_padding_tokens
+        metrics["throughput/computed_tokens_per_s"] = result.num_computed_tokens / times.step_s
         metrics["generator/busy_s"] = sum(engine.busy_s for engine in record.engines)
         metrics["generator/num_log_failures"] = sum(engine.num_log_failures for engine in record.engines)
         metrics["payload/bytes_per_token"] = sum(group.num_payload_bytes for group in batch.groups) / sum(

@@ -22,7 +22,7 @@ them with a routing record, M MoE layers, K top-k.
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -351,12 +351,25 @@ def padded_length(num_tokens: int) -> int:
     return max(1, -(-num_tokens // ROW_ALIGNMENT)) * ROW_ALIGNMENT
 
 
-def plan_rows(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int) -> list[list[list[int]]]:
+Prompt = tuple[Hashable, int]
+"""Key of a prompt, which is equal where prompts and their records are, and its number of tokens."""
+
+
+def plan_rows(
+    lengths: Sequence[int],
+    *,
+    tokens_per_row: int,
+    num_ranks: int,
+    prompts: Sequence[Prompt] | None = None,
+) -> list[list[list[int]]]:
     """Assign sequences to rows and rows to ranks. ``plan[microbatch][rank]`` lists indices of sequences.
 
     Puts the longest sequences first, each into the row with the fewest tokens. The number of rows is the
     smallest multiple of ``num_ranks`` with which this succeeds. Ranks get nearly equal work, and every rank
-    gets the same number of microbatches. Deterministic, and depends on lengths alone.
+    gets the same number of microbatches. Deterministic, and depends on lengths and prompts alone.
+
+    With ``prompts``, the prompt of each sequence, a row has every prompt once, and sequences with one prompt
+    are assigned together, unless they take more than half a row.
 
     Raises:
         ValueError: A sequence is longer than a row.
@@ -366,11 +379,41 @@ def plan_rows(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int) ->
             raise ValueError(
                 f"sequence {index} has {length} tokens, more than trainer.tokens_per_row = {tokens_per_row}"
             )
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    num_microbatches = max(1, -(-sum(lengths) // (tokens_per_row * num_ranks)))
-    while (rows := _fill(order, lengths, tokens_per_row, num_microbatches * num_ranks)) is None:
+    bundles = [[index] for index in range(len(lengths))]
+    if prompts is not None:
+        bundles = _bundles(lengths, prompts, tokens_per_row // 2)
+    sizes = [num_row_tokens(bundle, lengths, prompts) for bundle in bundles]
+    order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
+    num_microbatches = max(1, -(-sum(sizes) // (tokens_per_row * num_ranks)))
+    while (rows := _fill(order, sizes, tokens_per_row, num_microbatches * num_ranks)) is None:
         num_microbatches += 1
-    return [rows[i * num_ranks : (i + 1) * num_ranks] for i in range(num_microbatches)]
+    whole = [[index for bundle in row for index in bundles[bundle]] for row in rows]
+    return [whole[i * num_ranks : (i + 1) * num_ranks] for i in range(num_microbatches)]
+
+
+def num_row_tokens(row: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt] | None) -> int:
+    """Return the tokens of a row of ``plan_rows``, which has every prompt once."""
+    if prompts is None:
+        return sum(lengths[index] for index in row)
+    of_prompts = dict(prompts[index] for index in row)
+    return sum(lengths[index] - prompts[index][1] for index in row) + sum(of_prompts.values())
+
+
+def _bundles(lengths: Sequence[int], prompts: Sequence[Prompt], most: int) -> list[list[int]]:
+    """Return sequences with one prompt together, in bundles of at most ``most`` tokens if possible."""
+    by_prompt: dict[Hashable, list[int]] = {}
+    for index, (key, _) in enumerate(prompts):
+        by_prompt.setdefault(key, []).append(index)
+    bundles = []
+    for indices in by_prompt.values():
+        bundle: list[int] = []
+        for index in sorted(indices, key=lambda index: (-lengths[index], index)):
+            if bundle and num_row_tokens([*bundle, index], lengths, prompts) > most:
+                bundles.append(bundle)
+                bundle = []
+            bundle.append(index)
+        bundles.append(bundle)
+    return bundles
 
 
 def _fill(

@@ -324,7 +324,10 @@ class TrainerActor(Actor):
             with doing(State.FETCHING), span("read rollouts", facts):
                 packed = [
                     [
-                        pack_row([await self._read(item, trained_version, prompts) for item in items])
+                        pack_row(
+                            [await self._read(item, trained_version, prompts) for item in items],
+                            share_prefixes=self._section.share_prefixes,
+                        )
                         for items in rows
                     ]
                     for rows in minibatches

@@ -175,6 +175,7 @@ def attention_masks(
     attention = model.config.first_attention.inner_attention
     if isinstance(attention, PackedAttention.Config):
         return packed_sequences(torch.from_numpy(row.visible_until_L), query_start=part.start)
+    assert row.num_uses_L.max(initial=0) <= 1, "checked with the config: only CPUs take trees"
     found = part_metadata(row.positions_L[None], start=part.start, stop=part.stop)
     if isinstance(attention, ContextAttention.Config):
         return found

@@ -107,6 +107,8 @@ class PackedRow:
     sequence_ids_T: np.ndarray
     kept_tokens: KeptTokens
     num_sequences: int
+    num_prefix_splits: int = 0
+    """Number of common beginnings that end where recorded experts differ, not tokens."""
     teacher: TeacherRecord | None = None
     sources: tuple[PlacedSource, ...] = ()
     """One source for each sequence, or none."""
@@ -122,7 +124,9 @@ def pack_row(sequences: Sequence[TrainingSequence], *, share_prefixes: bool = Fa
     With ``share_prefixes``, tokens of a common beginning are shared if their ids and their recorded experts
     are equal in every layer; otherwise the tree splits at the first token that differs.
     """
-    sequences, shared_S = _depth_first(sequences) if share_prefixes else (sequences, [0] * len(sequences))
+    shared_S, num_prefix_splits = [0] * len(sequences), 0
+    if share_prefixes:
+        sequences, shared_S, num_prefix_splits = _depth_first(sequences)
     used = sum(one.num_tokens - shared for one, shared in zip(sequences, shared_S, strict=True))
     length = padded_length(used)
     token_ids_L, positions_L = np.zeros(length, np.int64), np.zeros(length, np.int64)
@@ -165,6 +169,7 @@ def pack_row(sequences: Sequence[TrainingSequence], *, share_prefixes: bool = Fa
         sequence_ids_T=_joined([one.spread(one.index) for one in targets], np.int64),
         kept_tokens=concatenate_kept_tokens([_kept_of_targets(one) for one in sequences]),
         num_sequences=len(sequences),
+        num_prefix_splits=num_prefix_splits,
         teacher=_teacher_of_targets(sequences),
         sources=_placed_sources(sequences, places_of),
     )
@@ -192,8 +197,10 @@ def _ids(sequence: TrainingSequence) -> np.ndarray:
     return np.concatenate([sequence.prompt_ids_P, sequence.response_ids_T])
 
 
-def _depth_first(sequences: Sequence[TrainingSequence]) -> tuple[list[TrainingSequence], list[int]]:
+def _depth_first(sequences: Sequence[TrainingSequence]) -> tuple[list[TrainingSequence], list[int], int]:
     """Order sequences depth-first; return them, and the number of tokens that each shares with the last one.
+
+    The third result is ``PackedRow.num_prefix_splits``.
 
     Ordering by the bytes of tokens puts sequences next to those with the longest common beginning.
     """
@@ -209,12 +216,16 @@ def _depth_first(sequences: Sequence[TrainingSequence]) -> tuple[list[TrainingSe
             parts.append(np.ascontiguousarray(flat).view(np.uint8))
         keys.append(np.concatenate(parts, axis=1))
     order = sorted(range(len(sequences)), key=lambda index: (keys[index].tobytes(), index))
-    shared_S = [0] * min(1, len(order))
+    shared_S, num_splits = [0] * min(1, len(order)), 0
     for last, this in pairwise(order):
         num = min(len(keys[last]), len(keys[this]))
         differs = (keys[last][:num] != keys[this][:num]).any(axis=1)
-        shared_S.append(int(differs.argmax()) if differs.any() else num)
-    return [sequences[index] for index in order], shared_S
+        shared = int(differs.argmax()) if differs.any() else num
+        if shared < num:
+            ids = (_ids(sequences[index])[shared] for index in (last, this))
+            num_splits += int(next(ids) == next(ids))
+        shared_S.append(shared)
+    return [sequences[index] for index in order], shared_S, num_splits
 
 
 def _placed_sources(

@@ -266,6 +266,7 @@ class PolicyTrainer:
         return MinibatchResult(
             num_targets=counts.num_trained,
             num_padding_tokens=sums.num_padding_tokens,
+            num_computed_tokens=sums.num_computed_tokens,
             metrics=metrics,
             bad=bad,
             tokens=collector.report(),

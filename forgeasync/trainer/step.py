@@ -44,6 +44,7 @@ class StepResult:
     policy_version: int
     num_targets: int
     num_padding_tokens: int
+    num_computed_tokens: int = 0
     train_s: float
     metrics: dict[str, float]
     skip_reason: str | None
@@ -65,6 +66,7 @@ class MinibatchResult:
 
     num_targets: int
     num_padding_tokens: int
+    num_computed_tokens: int = 0
     metrics: dict[str, float]
     bad: BadStep | None
     tokens: TokenReport = field(default_factory=TokenReport)
@@ -93,6 +95,7 @@ def merge_step_results(
         policy_version=policy_version,
         num_targets=sum(result.num_targets for result in results),
         num_padding_tokens=sum(result.num_padding_tokens for result in results),
+        num_computed_tokens=sum(result.num_computed_tokens for result in results),
         train_s=train_s,
         metrics=metrics,
         skip_reason="; ".join(reasons) or None,
@@ -110,7 +113,7 @@ def _merged_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
             merged_metrics[name] = values[0]
         elif name.endswith("_max"):
             merged_metrics[name] = max(values)
-        elif name == "routing/num_without_record":
+        elif name in ("routing/num_without_record", "packing/num_prefix_splits"):
             merged_metrics[name] = sum(values)
         else:
             merged_metrics[name] = math.fsum(values) / len(values)

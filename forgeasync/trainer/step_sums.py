@@ -33,6 +33,8 @@ class StepSums:
         self._routing_M2 = torch.zeros((num_layers, 2), dtype=torch.float64, device=device)
         self.num_padding_tokens: int
         """Number of padding tokens over the mesh, after a call of ``metrics``."""
+        self.num_computed_tokens: int
+        """Number of other tokens in the rows, after a call of ``metrics``; shared ones count once."""
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Add a row's part of the batch's loss."""
@@ -104,8 +106,10 @@ class StepSums:
         num_recorded = 0
         if row.expert_ids_LMK is not None:
             num_recorded = int(row.num_uses_L[row.expert_ids_LMK[:, 0, 0] != NO_RECORD].sum())
-        num_padding = int((row.num_uses_L == 0).sum())
-        self._add_own(needed=num_needed, recorded=num_recorded, padding=num_padding)
+        num_computed = int((row.num_uses_L > 0).sum())
+        self._add_own(needed=num_needed, recorded=num_recorded)
+        self._add_own(tokens=int(row.num_uses_L.sum()), computed=num_computed, splits=row.num_prefix_splits)
+        self._add_own(padding=len(row.num_uses_L) - num_computed)
 
     def add_probe(self, name: str, difference_T: torch.Tensor) -> None:
         """Add logprob differences of a row that was recomputed for comparison."""
@@ -120,7 +124,9 @@ class StepSums:
         largest = _reduced(self._largest, dist.ReduceOp.MAX, mesh)
         metrics = {name: total / count for name, total in totals.items() if not name.startswith(_OWN)}
         own = defaultdict(float, {k[len(_OWN) :]: v for k, v in totals.items() if k.startswith(_OWN)})
-        self.num_padding_tokens = int(own["padding"])
+        self.num_padding_tokens, self.num_computed_tokens = int(own["padding"]), int(own["computed"])
+        metrics["packing/shared_token_share"] = 1.0 - own["computed"] / max(1.0, own["tokens"])
+        metrics["packing/num_prefix_splits"] = own["splits"]
         metrics["loss"] = own["loss"]
         metrics["off_policy/effective_sample_share"] = _effective_share(own, "ratio", count)
         if "correction" in own:

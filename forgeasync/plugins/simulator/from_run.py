@@ -395,10 +395,11 @@ def _train(
         if not batch or any(number not in groups for number in batch):
             continue
         steps = step_sizes(
-            [[groups[one].num_prompt_tokens + length for length in groups[one].lengths] for one in batch],
+            [[(groups[one].num_prompt_tokens, length) for length in groups[one].lengths] for one in batch],
             steps_per_batch=trainer.steps_per_batch,
             tokens_per_row=trainer.tokens_per_row,
             num_ranks=num_ranks,
+            share_prefixes=trainer.share_prefixes,
         )
         num_tokens, num_rows = sum(tokens for _, tokens in steps), sum(rows for rows, _ in steps)
         sizes.append((num_tokens, num_rows, line["time/train_s"]))

@@ -18,7 +18,16 @@ from forgeasync.plugins.simulator.generators import Generators, Serving
 from forgeasync.plugins.simulator.groups import SimulatedDraws, SimulatedGroup
 from forgeasync.plugins.simulator.profile import Profile, TrainTable
 from forgeasync.plugins.simulator.shape import Prediction, SimulatedRun, SimulatedStep
-from forgeasync.rollouts import Group, PayloadBudget, StoredBranch, largest_excess, padded_length, plan_rows
+from forgeasync.rollouts import (
+    Group,
+    PayloadBudget,
+    Prompt,
+    StoredBranch,
+    largest_excess,
+    num_row_tokens,
+    padded_length,
+    plan_rows,
+)
 from forgeasync.scoring import Assignment, Dispatcher
 
 
@@ -229,10 +238,14 @@ class RunSimulation:
     def _train_s(self, batch: Batch) -> float:
         """Return the seconds of a batch's optimizer steps."""
         steps = step_sizes(
-            [[branch.num_tokens for branch in _branches([group])] for group in batch.groups],
+            [
+                [(branch.num_prompt_tokens, branch.num_response_tokens) for branch in _branches([group])]
+                for group in batch.groups
+            ],
             steps_per_batch=self._run.steps_per_batch,
             tokens_per_row=self._run.tokens_per_row,
             num_ranks=self._run.num_data_ranks,
+            share_prefixes=self._run.share_prefixes,
         )
         return sum(self._step_times.step_s(*step) for step in steps)
 
@@ -257,29 +270,42 @@ class RunSimulation:
         self._go_on()
 
 
-def packed_size(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int) -> tuple[int, int]:
+def packed_size(
+    lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int, prompts: Sequence[Prompt] | None = None
+) -> tuple[int, int]:
     """Return the rows of each data rank, and the sum over microbatches of the tokens of the longest row."""
-    plan = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks)
-    longest = (max(padded_length(sum(lengths[one] for one in row)) for row in rows) for rows in plan)
+    plan = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks, prompts=prompts)
+    longest = (max(padded_length(num_row_tokens(row, lengths, prompts)) for row in rows) for rows in plan)
     return len(plan), sum(longest)
 
 
 def step_sizes(
-    groups: Sequence[Sequence[int]], *, steps_per_batch: int, tokens_per_row: int, num_ranks: int
+    groups: Sequence[Sequence[tuple[int, int]]],
+    *,
+    steps_per_batch: int,
+    tokens_per_row: int,
+    num_ranks: int,
+    share_prefixes: bool,
 ) -> list[tuple[int, int]]:
     """Return the ``packed_size`` of each optimizer step of a batch.
 
-    ``groups`` has the sequence lengths of each group.
+    ``groups`` has the tokens of each sequence's prompt and response; the sequences of a group have one
+    prompt.
     """
-    size = len(groups) // steps_per_batch
-    return [
-        packed_size(
-            [length for group in groups[start : start + size] for length in group],
-            tokens_per_row=tokens_per_row,
-            num_ranks=num_ranks,
+    size, found = len(groups) // steps_per_batch, []
+    for start in range(0, len(groups), size):
+        of_step = [(index, *one) for index in range(start, start + size) for one in groups[index]]
+        found.append(
+            packed_size(
+                [prompt + response for _, prompt, response in of_step],
+                tokens_per_row=tokens_per_row,
+                num_ranks=num_ranks,
+                prompts=[((index, prompt), prompt) for index, prompt, _ in of_step]
+                if share_prefixes
+                else None,
+            )
         )
-        for start in range(0, len(groups), size)
-    ]
+    return found
 
 
 def _branches(groups: Iterable[Group]) -> Iterator[StoredBranch]:

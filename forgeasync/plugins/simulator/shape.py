@@ -47,6 +47,7 @@ class SimulatedRun:
     """Capacity of one engine's KV cache, in tokens."""
     num_data_ranks: int
     tokens_per_row: int
+    share_prefixes: bool
     steps_per_batch: int
     payload_capacity_bytes: int
     largest_group_bytes: int
@@ -110,6 +111,7 @@ def of_config(
         max_kv_tokens=max(config.model.max_context_length, int(generator.kv_cache_gib * 2**30 / per_token)),
         num_data_ranks=parallel.data_shard * parallel.data_replicate,
         tokens_per_row=trainer.tokens_per_row,
+        share_prefixes=trainer.share_prefixes,
         steps_per_batch=trainer.steps_per_batch,
         payload_capacity_bytes=int(config.payload.capacity_gib * 2**30),
         largest_group_bytes=largest_group_payload_bytes(config, facts),
