@@ -178,9 +178,8 @@ def _count(case: Case) -> Steps:
     num_tokens, num_targets = config.model.max_context_length, config.sampling.max_response_tokens
     source = PlacedSource(
         source=Source(key=key, is_recorded=True),
-        start=0,
+        places_S=np.arange(num_tokens),
         num_prompt_tokens=num_tokens - num_targets,
-        num_response_tokens=num_targets,
     )
     row = replace(row_of(case, config, facts), sources=(source,))
     setup = TrainerSetup(

@@ -4,11 +4,12 @@
 segments: runs of tokens without branches, which are whole sequences if no prefixes are shared. It groups
 segments of similar length and pads them to the longest of the group, for the causal attention within each. A
 segment with branches is also seen by all tokens below it, which are next to each other: full attention to its
-keys is merged into their output. All this is a custom operator that compiled layers call unchanged; otherwise
-they would be recompiled for every number of groups. The operator calls PyTorch's flash kernel for CPUs by its
-private name, because only then can its backward pass be called too. That pass runs in at least float32: in
-bfloat16 the kernel rounds the gradients of keys and values again with every block of queries and every head
-that shares them, and takes longer. Can go when flex or varlen attention has a backward pass on CPUs.
+keys is merged into their output, for segments of equal length at once. All this is a custom operator that
+compiled layers call unchanged; otherwise they would be recompiled for every number of groups. The operator
+calls PyTorch's flash kernel for CPUs by its private name, because only then can its backward pass be called
+too. That pass runs in at least float32: in bfloat16 the kernel rounds the gradients of keys and values again
+with every block of queries and every head that shares them, and takes longer. Can go when flex or varlen
+attention has a backward pass on CPUs.
 
 **Values with another head size on GPUs.** torch's FlashAttention 2 has one head size for queries, keys and
 values; latent attention has smaller values. ``WholeRowAttention`` pads values with zeros, and drops the zeros
@@ -24,8 +25,8 @@ go when TorchTitan's varlen attention supports context parallelism.
 
 Shape suffixes: B batch (rows), L packed row length (of queries: of this rank's part), N heads (of keys and
 values a divisor of the queries'), H head size, V size of a head of values, S segments of a group or sequences
-of the part, M longest of a group, P entries of all groups, G groups, I segments with branches, Q queries of
-all rows, K keys that they may see.
+of the part, M longest of a group, P entries of all groups, G groups, Q queries of all rows, K keys that they
+may see.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,15 +55,14 @@ SHORT = 16
 class PackedSequences(NamedTuple):
     """Places of the segments of a packed row, by group, and the start of this rank's queries."""
 
-    place_of_P: torch.Tensor
-    """Index (int64) of each entry among the row's tokens: group after group, each [S, M].
+    places_P: torch.Tensor
+    """Index (int64) of each entry among the row's tokens, group after group.
 
-    Padding is L; it comes last, so that causal attention hides it from every real query.
+    A group has queries [S, M], and keys [S, K] unless each segment attends to itself. Padding is L. It is at
+    the end of queries, where causal attention hides it from real ones; keys [S, K] have none.
     """
-    shapes_G2: torch.Tensor
-    """S and M of every group, int64."""
-    branches_I3: torch.Tensor
-    """First token and end of every segment with branches, and the end of the tokens below it, int64."""
+    shapes_G3: torch.Tensor
+    """S, M and K of every group, int64; K is 0 if each segment attends to itself. Those groups come first."""
     query_start: int
     """First position of this rank's queries in each row; with context parallelism a rank has only a part."""
 
@@ -76,17 +76,40 @@ def packed_sequences(visible_until_L: torch.Tensor, *, query_start: int = 0) -> 
     starts = is_start_L.nonzero().squeeze(1)
     lengths = torch.diff(starts, append=torch.tensor([length]))
     ends, below = starts + lengths, visible_until_L[starts]
-    branches_I3 = torch.stack([starts, ends, below], dim=1)[below > ends]
-    group_of = (lengths.clamp(min=SHORT).log() / torch.tensor(GROUP_RATIO).log()).floor()
     places, shapes = [], []
-    for group in group_of.unique():
-        is_own = group_of == group
-        offsets_M = torch.arange(int(lengths[is_own].max()))
-        is_token_SM = offsets_M < lengths[is_own][:, None]
-        place_of_SM = torch.where(is_token_SM, starts[is_own][:, None] + offsets_M, length)
-        places.append(place_of_SM.flatten())
-        shapes.append(place_of_SM.shape)
-    return PackedSequences(torch.cat(places), torch.tensor(shapes), branches_I3, query_start)
+    for own in _alike(_size_class(lengths)):
+        queries = _ranges(starts[own], ends[own], length)
+        places.append(queries.flatten())
+        shapes.append([*queries.shape, 0])
+    # Segments with branches, whose keys are also seen by the tokens below them. Those of one depth have
+    # different queries.
+    is_branch = below > ends
+    starts, lengths, ends, below = (x[is_branch] for x in (starts, lengths, ends, below))
+    is_above = (starts[:, None] > starts) & (starts[:, None] < below)
+    for own in _alike(torch.stack([is_above.sum(1), lengths, _size_class(below - ends)], dim=1)):
+        queries, keys = _ranges(ends[own], below[own], length), _ranges(starts[own], ends[own], length)
+        places += [queries.flatten(), keys.flatten()]
+        shapes.append([*queries.shape, keys.shape[1]])
+    return PackedSequences(torch.cat(places), torch.tensor(shapes), query_start)
+
+
+def _size_class(lengths: torch.Tensor) -> torch.Tensor:
+    """Return a number that is equal for lengths that are padded to the longest of them."""
+    return (lengths.clamp(min=SHORT).log() / torch.tensor(GROUP_RATIO).log()).floor().long()
+
+
+def _alike(keys: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield which entries (bool) have the same key; ``keys`` may have several numbers for each."""
+    if len(keys):
+        unique, group_of = keys.unique(dim=0, return_inverse=True)
+        for group in range(len(unique)):
+            yield group_of == group
+
+
+def _ranges(starts: torch.Tensor, ends: torch.Tensor, padding: int) -> torch.Tensor:
+    """Return the positions from each start to its end, [S, M], filled up with ``padding``."""
+    places_SM = starts[:, None] + torch.arange(int((ends - starts).max()))
+    return places_SM.where(places_SM < ends[:, None], padding)
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -99,47 +122,32 @@ def attend(
     q_LNH: torch.Tensor,
     k_LNH: torch.Tensor,
     v_LNH: torch.Tensor,
-    place_of_P: torch.Tensor,
-    shapes_G2: torch.Tensor,
-    branches_I3: torch.Tensor,
+    places_P: torch.Tensor,
+    shapes_G3: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output [L, N, H], and the logarithm of every query's sum of exponentials [L, N].
 
-    ``place_of_P``, ``shapes_G2`` and ``branches_I3`` are those of ``PackedSequences``.
+    ``places_P`` and ``shapes_G3`` are those of ``PackedSequences``.
     """
-    inputs = (q_LNH, k_LNH, v_LNH)
-    out, log_sums = _with_spare_row(q_LNH), _with_spare_row(_empty_log_sums(q_LNH))
-    for places_SM in _groups(place_of_P, shapes_G2):
-        q, k, v = (_take(x, places_SM) for x in inputs)
-        out_SNMH, log_sums_SNM = _flash(q, k, v, is_causal=True, scale=scale)
-        _put(out, places_SM, out_SNMH)
-        _put(log_sums, places_SM, log_sums_SNM)
-    out_LNH, log_sums_LN = out[:-1], log_sums[:-1]
-    if len(branches_I3):
-        merged_LNH = out_LNH.to(log_sums_LN.dtype)
-        for start, end, below in branches_I3.tolist():
-            keys, queries = slice(start, end), slice(end, below)
-            given = (_heads_first(q_LNH[queries]), _heads_first(k_LNH[keys]), _heads_first(v_LNH[keys]))
-            part, part_log_sums = _flash(*given, is_causal=False, scale=scale)
-            _merge(merged_LNH[queries], log_sums_LN[queries], part, part_log_sums)
-        out_LNH = merged_LNH.to(out_LNH.dtype)
-    return out_LNH, log_sums_LN
-
-
-def _heads_first(x_QNH: torch.Tensor) -> torch.Tensor:
-    return x_QNH.transpose(0, 1)[None]
-
-
-def _merge(
-    out_QNH: torch.Tensor, log_sums_QN: torch.Tensor, part_1NQH: torch.Tensor, part_log_sums_1NQ: torch.Tensor
-) -> None:
-    """Add attention to further keys, in place: a mean weighted by the sums of exponentials."""
-    part_log_sums_QN = part_log_sums_1NQ[0].transpose(0, 1)
-    total_QN = torch.logaddexp(log_sums_QN, part_log_sums_QN)
-    out_QNH *= (log_sums_QN - total_QN).exp()[..., None]
-    out_QNH += part_1NQH[0].transpose(0, 1) * (part_log_sums_QN - total_QN).exp()[..., None]
-    log_sums_QN.copy_(total_QN)
+    log_sums = _with_spare_row(_empty_log_sums(q_LNH))
+    out = _with_spare_row(q_LNH, dtype=_dtype_of_sums(q_LNH.dtype, log_sums.dtype, shapes_G3))
+    for queries_SM, keys_SK in _groups(places_P, shapes_G3):
+        is_own = keys_SK is queries_SM
+        q, k, v = _take(q_LNH, queries_SM), _take(k_LNH, keys_SK), _take(v_LNH, keys_SK)
+        part, part_log_sums = _flash(q, k, v, is_causal=is_own, scale=scale)
+        if not is_own:
+            # A mean over both sets of keys, weighted by their sums of exponentials.
+            before, before_log_sums = _take(out, queries_SM), _take(log_sums, queries_SM)
+            total = torch.logaddexp(before_log_sums, part_log_sums)
+            part = (
+                before * (before_log_sums - total).exp()[..., None]
+                + part.to(out.dtype) * (part_log_sums - total).exp()[..., None]
+            )
+            part_log_sums = total
+        _put(out, queries_SM, part)
+        _put(log_sums, queries_SM, part_log_sums)
+    return out[:-1].to(q_LNH.dtype), log_sums[:-1]
 
 
 @torch.library.custom_op("forgeasync::packed_attention_backward", mutates_args=())
@@ -150,53 +158,48 @@ def attend_backward(
     v_LNH: torch.Tensor,
     out_LNH: torch.Tensor,
     log_sums_LN: torch.Tensor,
-    place_of_P: torch.Tensor,
-    shapes_G2: torch.Tensor,
-    branches_I3: torch.Tensor,
+    places_P: torch.Tensor,
+    shapes_G3: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of queries, keys and values, computed in at least float32.
 
-    With the whole output and log sum of a query, the kernel's gradients for any part of its keys are right.
+    Given the output and log sum over all keys of a query, the kernel's gradients for any of them are right.
     """
-    inputs = (q_LNH, k_LNH, v_LNH, out_LNH)
-    dq, dk, dv = (_with_spare_row(x) for x in inputs[:3])
-    for places_SM in _groups(place_of_P, shapes_G2):
-        q, k, v, out = (_take(x, places_SM).to(log_sums_LN.dtype) for x in inputs)
-        log_sums = _take(log_sums_LN, places_SM)
+    dtype = log_sums_LN.dtype
+    inputs = (q_LNH, k_LNH, v_LNH)
+    sums = [_with_spare_row(x, dtype=_dtype_of_sums(x.dtype, dtype, shapes_G3)) for x in inputs]
+    for queries_SM, keys_SK in _groups(places_P, shapes_G3):
+        is_own = keys_SK is queries_SM
+        places = (queries_SM, keys_SK, keys_SK)
+        q, k, v = (_take(x, at).to(dtype) for x, at in zip(inputs, places, strict=True))
+        out, log_sums = _take(out_LNH, queries_SM).to(dtype), _take(log_sums_LN, queries_SM)
         # Padded queries must not contribute: they repeat a token that has its own place. Its log sum does not
         # belong to the keys that they see here, and exp(score - log sum) could overflow; exp(score - inf) is
         # 0.
-        is_padding_S1M = (places_SM == len(q_LNH))[:, None]
+        is_padding_S1M = (queries_SM == len(q_LNH))[:, None]
         log_sums.masked_fill_(is_padding_S1M, torch.inf)
-        grad = _take(grad_LNH, places_SM).to(log_sums_LN.dtype).masked_fill_(is_padding_S1M[..., None], 0)
-        of_group = _flash_backward(grad, q, k, v, out, log_sums, 0.0, True, scale=scale)
-        for whole, part_SNMH in zip((dq, dk, dv), of_group, strict=True):
-            _put(whole, places_SM, part_SNMH)
-    dq, dk, dv = dq[:-1], dk[:-1], dv[:-1]
-    if len(branches_I3):
-        sums = [x.to(log_sums_LN.dtype) for x in (dq, dk, dv)]
-        for start, end, below in branches_I3.tolist():
-            keys, queries = slice(start, end), slice(end, below)
-            places = (queries, keys, keys, queries)
-            grad, q, k, v, out = (
-                _heads_first(x[at]).to(log_sums_LN.dtype)
-                for x, at in zip((grad_LNH, *inputs), (queries, *places), strict=True)
-            )
-            log_sums = _heads_first(log_sums_LN[queries])
-            of_part = _flash_backward(grad, q, k, v, out, log_sums, 0.0, False, scale=scale)
-            for whole, at, part_1NQH in zip(sums, places[:3], of_part, strict=True):
-                whole[at] += part_1NQH[0].transpose(0, 1)
-        dq, dk, dv = (x.to(like.dtype) for x, like in zip(sums, (dq, dk, dv), strict=True))
+        grad = _take(grad_LNH, queries_SM).to(dtype).masked_fill_(is_padding_S1M[..., None], 0)
+        parts = _flash_backward(grad, q, k, v, out, log_sums, 0.0, is_own, scale=scale)
+        for whole, at, part in zip(sums, places, parts, strict=True):
+            _put(whole, at, part if is_own else _take(whole, at) + part)
+    dq, dk, dv = (whole[:-1].to(x.dtype) for whole, x in zip(sums, inputs, strict=True))
     return dq, dk, dv
 
 
-def _groups(place_of_P: torch.Tensor, shapes_G2: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the places [S, M] of each group."""
+def _dtype_of_sums(dtype: torch.dtype, wide: torch.dtype, shapes_G3: torch.Tensor) -> torch.dtype:
+    """Return the dtype of results: ``wide`` if a token has several parts, which are added."""
+    return wide if bool(shapes_G3[-1, 2]) else dtype
+
+
+def _groups(places_P: torch.Tensor, shapes_G3: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the places of queries [S, M] and keys [S, K] of each group; the same tensor if they are equal."""
     start = 0
-    for num_sequences, longest in shapes_G2.tolist():
-        yield place_of_P[start : start + num_sequences * longest].view(num_sequences, longest)
-        start += num_sequences * longest
+    for num_segments, num_queries, num_keys in shapes_G3.tolist():
+        middle = start + num_segments * num_queries
+        queries_SM = places_P[start:middle].view(num_segments, num_queries)
+        start = middle + num_segments * num_keys
+        yield queries_SM, places_P[middle:start].view(num_segments, num_keys) if num_keys else queries_SM
 
 
 def _take(x_LN: torch.Tensor, places_SM: torch.Tensor) -> torch.Tensor:
@@ -210,8 +213,8 @@ def _put(whole: torch.Tensor, places_SM: torch.Tensor, part_SNM: torch.Tensor) -
     whole.index_copy_(0, places_SM.flatten(), part_SNM.transpose(1, 2).flatten(0, 1).to(whole.dtype))
 
 
-def _with_spare_row(like_LN: torch.Tensor) -> torch.Tensor:
-    return like_LN.new_empty(len(like_LN) + 1, *like_LN.shape[1:])
+def _with_spare_row(like_LN: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return like_LN.new_empty(len(like_LN) + 1, *like_LN.shape[1:], dtype=dtype or like_LN.dtype)
 
 
 def _empty_log_sums(q_LNH: torch.Tensor) -> torch.Tensor:
@@ -250,7 +253,7 @@ def _save(
 def _backward(
     ctx: _Context, grad_LNH: torch.Tensor, _: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    return *attend_backward(grad_LNH, *ctx.saved_tensors, ctx.scale), None, None, None, None
+    return *attend_backward(grad_LNH, *ctx.saved_tensors, ctx.scale), None, None, None
 
 
 attend.register_autograd(_backward, setup_context=_save)
@@ -298,9 +301,8 @@ class PackedAttention(FlexAttention):
             q_LNH,
             k_LNH,
             v_LNH,
-            attention_masks.place_of_P,
-            attention_masks.shapes_G2,
-            attention_masks.branches_I3,
+            attention_masks.places_P,
+            attention_masks.shapes_G3,
             head_size**-0.5 if scale is None else scale,
         )
         out_BLNH = out_LNH.view(-1, length, *out_LNH.shape[1:])
