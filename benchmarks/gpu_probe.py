@@ -141,7 +141,7 @@ def child_environment(device_kind: str) -> dict[str, str]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Return a line for each part, and below it errors, skipped cases and figures that are numbers."""
+    """Return a line for each part, and below it its errors and skipped cases."""
     rows = []
     for line in lines:
         verdict = "FAILED" if has_failed(line) else "ok" if line["ok"] else "skipped"
@@ -152,11 +152,6 @@ def table(lines: Sequence[Line]) -> str:
         rows += [f"    not right: {name}" for name, is_right in line["checks"].items() if not is_right]
         rows += [f"    error in {name}: {text.splitlines()[-1]}" for name, text in line["errors"].items()]
         rows += [f"    skipped {name}: {reason}" for name, reason in line["skipped"].items()]
-        rows += [
-            f"    {name:52} {value:,.5g}"
-            for name, value in line["figures"].items()
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-        ]
     return "\n".join(rows)
 
 

@@ -6,7 +6,6 @@ size; T tokens, D model dimensions, V vocabulary; R tokens sorted by group, G gr
 matrix.
 """
 
-import importlib.util
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from gpu_probe_common import TOLERANCE, Device, Report, open_trainer_package, relative_error, relative_errors
+from gpu_probe_common import TOLERANCE, Device, Report, open_trainer_package, relative_error
 
 Kernel = Callable[..., torch.Tensor]
 """Has the signature of ``torch.nn.attention.varlen.varlen_attn``."""
@@ -172,7 +171,6 @@ def find_kernel(device: Device, report: Report) -> Kernel:
     report.put(
         kernel=f"varlen_attn{inspect.signature(varlen_attn)}",
         active_flash_attention=str(current()),
-        has_flash_attention_3=importlib.util.find_spec("flash_attn_interface") is not None,
     )
     return varlen_attn
 
@@ -241,10 +239,9 @@ def _hold_against_reference(
             outputs.append(attend(kernel, part, q[start : start + width], k, v))
         found = torch.cat(outputs)
         grads = torch.autograd.grad(found, leaves, grad)
-        errors = relative_errors("oqkv", (found, *grads), (expected, *expected_grads))
-        name = f"{kind}_{number}_scale_{scale:g}"
-        report.put(name, relative_errors=errors)
-        report.check(name, max(errors.values()) < TOLERANCE)
+        report.compare(
+            f"{kind}_{number}_scale_{scale:g}", "oqkv", (found, *grads), (expected, *expected_grads)
+        )
 
 
 def _time_attention(
@@ -325,11 +322,9 @@ def _hold_against_loop(
     grad = device.randn(*expected.shape)
     expected_grads = torch.autograd.grad(expected, (x, weight), grad.float())
     found = _grouped(x, weight, groups)
-    report.check(f"{name}_forward", relative_error(found, expected) < TOLERANCE)
+    report.compare(f"{name}_forward", ["out"], [found], [expected])
     grads = torch.autograd.grad(found, (x, weight), grad)
-    errors = relative_errors(("out", "x", "weight"), (found, *grads), (expected, *expected_grads))
-    report.put(name, relative_errors=errors)
-    report.check(f"{name}_backward", max(errors.values()) < TOLERANCE)
+    report.compare(f"{name}_backward", ("x", "weight"), grads, expected_grads)
     is_empty = torch.tensor([size == 0 for size in groups])
     # The kernel has to zero memory to which no token writes.
     report.check(f"{name}_gradient_is_zero_without_tokens", not bool(grads[1].cpu()[is_empty].any()))
@@ -402,17 +397,6 @@ def kept_logprobs(device: Device, report: Report) -> None:
             error = float((found.logprobs_T - expected).abs().max())
             report.put(f"kept_{width}", error_nats=error)
             report.check(f"kept_{width}_logprobs", error < LOGPROB_TOLERANCE)
-    with report.case("all_logits_at_once"):
-        # Logits in the weights' dtype and in float32, their log-probabilities, and gradients of all three.
-        device.require_bytes(16 * sizes.num_tokens * sizes.vocab_size)
-        tokens = _kept_sets(device, sizes, 0)[0]
-
-        def at_once() -> None:
-            logprobs = (hidden @ weight.T).float().log_softmax(-1).gather(-1, tokens.long()[:, None])
-            torch.autograd.grad(logprobs.sum(), leaves)
-
-        both_s = device.time_s(at_once, repeats=1)
-        report.put("at_once", both_ms=1e3 * both_s, peak_gib=device.measure_peak(at_once))
 
 
 def _kept_sets(

@@ -2,10 +2,11 @@
 
 import dataclasses
 import gc
+import math
 import os
 import tempfile
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import torch
 from gpu_probe_common import GB, Device, Report, group_of_one, open_trainer_package
 
 if TYPE_CHECKING:
+    from forgeasync.config import ModelFacts
     from forgeasync.trainer import PackedRow, PolicyTrainer
 
 
@@ -61,21 +63,13 @@ def fused_adamw(device: Device, report: Report) -> None:
     with group_of_one("gloo"), tempfile.TemporaryDirectory(prefix="gpu_probe-") as scratch:
         folder = Path(scratch) / checkpoint_name(NUM_BEFORE)
         losses = [step(model, optimizer, number) for number in range(NUM_BEFORE)]
-        state = training_state(model, optimizer)
-        num_bytes = sum(tensor.nbytes for tensor in state.values())
         writer = CheckpointWriter()
-        start_s = time.perf_counter()
-        writer.begin(state, folder, run_state=b"{}", keep=1)
+        writer.begin(training_state(model, optimizer), folder, run_state=b"{}", keep=1)
         writer.until_staged()
-        report.put(checkpoint_gb=num_bytes / GB, staged_s=time.perf_counter() - start_s)
         writer.finish()
-        report.put(written_s=time.perf_counter() - start_s)
         losses += [step(model, optimizer, number) for number in range(NUM_BEFORE, NUM_STEPS)]
         other_model, other_optimizer = build(1)
-        other_state = training_state(other_model, other_optimizer)
-        start_s = time.perf_counter()
-        load(other_state, folder)
-        report.put(loaded_s=time.perf_counter() - start_s)
+        load(training_state(other_model, other_optimizer), folder)
     resumed = [step(other_model, other_optimizer, number) for number in range(NUM_BEFORE, NUM_STEPS)]
     report.put(losses=losses, losses_after_resume=resumed)
     report.check("losses_after_resume_are_equal", resumed == losses[NUM_BEFORE:])
@@ -96,58 +90,45 @@ def fused_adamw(device: Device, report: Report) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """A Qwen3-MoE, with the names of ``ModelFacts``, and rows for it."""
+    """Rows, and two layers of Qwen3-30B-A3B with other values of some ``ModelFacts``."""
 
-    hidden_size: int = 512
-    num_heads: int = 8
-    num_kv_heads: int = 2
-    head_dim: int = 64
-    num_experts: int = 16
-    top_k: int = 4
-    expert_hidden_size: int = 256
-    vocab_size: int = 4096
-    tokens_per_row: int = 2048
-    num_sequences: int = 12
-    longest: int = 400
+    changes: Mapping[str, int]
+    tokens_per_row: int
+    num_sequences: int
+    longest: int
 
-    def dimensions(self) -> dict[str, int]:
-        rows = ("tokens_per_row", "num_sequences", "longest")
-        return {name: value for name, value in asdict(self).items() if name not in rows}
+    def facts(self) -> "ModelFacts":
+        """Return the facts of the model."""
+        from forgeasync.models import SHIPPED_MODELS, read_model_facts
+
+        facts = read_model_facts(str(SHIPPED_MODELS / "Qwen--Qwen3-30B-A3B"))
+        return dataclasses.replace(facts, num_layers=2, **self.changes)
 
 
 SMALL = {
-    "cuda": ModelSizes(),
+    "cuda": ModelSizes(
+        changes={
+            **{"hidden_size": 512, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "vocab_size": 4096},
+            **{"num_experts": 16, "top_k": 4, "expert_hidden_size": 256},
+        },
+        tokens_per_row=2048,
+        num_sequences=12,
+        longest=400,
+    ),
     "cpu": ModelSizes(
-        hidden_size=64,
-        num_heads=4,
-        head_dim=32,
-        num_experts=4,
-        top_k=2,
-        expert_hidden_size=64,
-        vocab_size=128,
+        changes={
+            **{"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "vocab_size": 128},
+            **{"num_experts": 4, "top_k": 2, "expert_hidden_size": 64},
+        },
         tokens_per_row=128,
         num_sequences=4,
         longest=40,
     ),
 }
 LARGE = {
-    # Layers of Qwen3-30B-A3B.
-    "cuda": ModelSizes(
-        hidden_size=2048,
-        num_heads=32,
-        num_kv_heads=4,
-        head_dim=128,
-        num_experts=128,
-        top_k=8,
-        expert_hidden_size=768,
-        vocab_size=151_936,
-        tokens_per_row=8192,
-        num_sequences=16,
-        longest=2048,
-    ),
+    "cuda": ModelSizes(changes={}, tokens_per_row=8192, num_sequences=16, longest=2048),
     "cpu": SMALL["cpu"],
 }
-NUM_LAYERS = 2
 BYTES_PER_PARAMETER = 16
 """Weight, gradient and two moments in float32."""
 
@@ -184,7 +165,7 @@ def _trainer(
 ) -> "PolicyTrainer":
     """Make a trainer, in bfloat16 on a GPU, always with the same random weights."""
     from forgeasync.algorithms import Loss
-    from forgeasync.config import ActivationCheckpointing, Dtype, ModelFacts, OptimizerSection, TrainerSection
+    from forgeasync.config import ActivationCheckpointing, Dtype, OptimizerSection, TrainerSection
     from forgeasync.trainer import PolicyTrainer, TrainerSetup
 
     section = TrainerSection(
@@ -196,15 +177,7 @@ def _trainer(
     )
     setup = TrainerSetup(
         section=section,
-        facts=ModelFacts(
-            **sizes.dimensions(),
-            model_type="qwen3_moe",
-            num_layers=NUM_LAYERS,
-            max_position_embeddings=40960,
-            tie_word_embeddings=False,
-            rope_theta=1e6,
-            rms_norm_eps=1e-6,
-        ),
+        facts=sizes.facts(),
         temperature=1.0,
         loss=Loss(),
         seed=0,
@@ -219,17 +192,17 @@ def _rows(sizes: ModelSizes) -> list["PackedRow"]:
     from forgeasync.rollouts import NO_RECORD, KeptTokens
     from forgeasync.trainer import TrainingSequence, pack_rows
 
-    rng = np.random.default_rng(0)
+    facts, rng = sizes.facts(), np.random.default_rng(0)
     sequences = []
     for _ in range(sizes.num_sequences):
         num_prompt = int(rng.integers(1, sizes.longest // 4))
         num_response = int(rng.integers(3, sizes.longest - num_prompt))
-        ids = rng.integers(0, sizes.vocab_size, num_prompt + num_response).astype(np.int32)
-        scores = rng.random((len(ids), NUM_LAYERS, sizes.num_experts))
-        experts = np.sort(scores.argsort(-1)[..., : sizes.top_k], axis=-1).astype(np.int16)
+        ids = rng.integers(0, facts.vocab_size, num_prompt + num_response).astype(np.int32)
+        scores = rng.random((len(ids), facts.num_layers, facts.num_experts))
+        experts = np.sort(scores.argsort(-1)[..., : facts.top_k], axis=-1).astype(np.int16)
         experts[rng.random(len(ids)) < 0.2] = NO_RECORD
         kept = [
-            sorted({int(token), *rng.integers(0, sizes.vocab_size, 19).tolist()})
+            sorted({int(token), *rng.integers(0, facts.vocab_size, 19).tolist()})
             for token in ids[num_prompt:]
         ]
         sequences.append(
@@ -240,7 +213,7 @@ def _rows(sizes: ModelSizes) -> list["PackedRow"]:
                 ages_T=np.zeros(num_response, np.int32),
                 advantage=float(rng.standard_normal()),
                 expert_ids_SMK=experts,
-                kept_tokens=KeptTokens.from_rows(kept, vocab_size=sizes.vocab_size),
+                kept_tokens=KeptTokens.from_rows(kept, vocab_size=facts.vocab_size),
             )
         )
     return pack_rows(sequences, tokens_per_row=sizes.tokens_per_row, num_ranks=1)[0]
@@ -330,9 +303,11 @@ def _speed(device: Device, report: Report) -> None:
     """Time whole optimizer steps with full activation checkpointing, without the first."""
     gc.collect()
     sizes = LARGE[device.kind]
-    while device.is_gpu and _state_bytes(sizes) > device.free_bytes() / 2 and sizes.num_experts > sizes.top_k:
-        sizes = dataclasses.replace(sizes, num_experts=sizes.num_experts // 2)
-    report.put(num_experts=sizes.num_experts, state_gb=_state_bytes(sizes) / GB)
+    facts = sizes.facts()
+    while device.is_gpu and _state_bytes(facts) > device.free_bytes() / 2 and facts.num_experts > facts.top_k:
+        sizes = dataclasses.replace(sizes, changes={**sizes.changes, "num_experts": facts.num_experts // 2})
+        facts = sizes.facts()
+    report.put(num_experts=facts.num_experts, state_gb=_state_bytes(facts) / GB)
     rows = _rows(sizes)
     trainer = _trainer(device, sizes, "full")
     num_tokens = sum(int((row.sequence_ids_L >= 0).sum()) for row in rows)
@@ -350,8 +325,7 @@ def _speed(device: Device, report: Report) -> None:
     report.check("all_steps_were_taken", all(result.skip_reason is None for result in results))
 
 
-def _state_bytes(sizes: ModelSizes) -> int:
-    attention = 2 * sizes.hidden_size * sizes.head_dim * (sizes.num_heads + sizes.num_kv_heads)
-    experts = 3 * sizes.hidden_size * sizes.expert_hidden_size * sizes.num_experts
-    ends = 2 * sizes.hidden_size * sizes.vocab_size
-    return BYTES_PER_PARAMETER * (NUM_LAYERS * (attention + experts) + ends)
+def _state_bytes(facts: "ModelFacts") -> int:
+    from forgeasync.models import expected_shapes
+
+    return BYTES_PER_PARAMETER * sum(map(math.prod, expected_shapes(facts).values()))

@@ -25,9 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, machine_facts, write_json
-from rich.console import Console
-from rich.table import Table
+from common import RESULTS, machine_facts, print_table, write_json
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
@@ -279,17 +277,13 @@ def main() -> None:
         rows = asyncio.run(
             compare([int(one) for one in arguments.sequences.split(",")], arguments.rounds, model)
         )
-    table = Table(title="host time of a decode step")
-    for column in ("sequences", "ours", "vLLM", "ratio"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            str(row["num_sequences"]),
-            f"{row['ours_ms']:.2f} ms",
-            f"{row['vllm_ms']:.2f} ms",
-            f"{row['ratio']:.2f}",
-        )
-    Console(width=100).print(table)
+    cells = ("{num_sequences}", "{ours_ms:.2f} ms", "{vllm_ms:.2f} ms", "{ratio:.2f}")
+    print_table(
+        "host time of a decode step",
+        ("sequences", "ours", "vLLM", "ratio"),
+        ([cell.format(**row) for cell in cells] for row in rows),
+        num_names=0,
+    )
     write_json(arguments.out, {"machine": machine_facts(), "steps": rows})
 
 

@@ -23,9 +23,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from common import CONFIG, RESULTS, machine_facts, run_app, write_json
-from rich.console import Console
-from rich.table import Table
+from common import CONFIG, RESULTS, machine_facts, print_table, run_app, write_json
 
 from forgeasync.config import load_config, resolve
 from forgeasync.files import read_json_lines
@@ -113,7 +111,7 @@ def measured(lines: Sequence[Mapping[str, Any]], run: SimulatedRun) -> Figures:
     )
 
 
-def run_round(arguments: argparse.Namespace, number: int, console: Console) -> dict[str, Case]:
+def run_round(arguments: argparse.Namespace, number: int) -> dict[str, Case]:
     """Run and simulate each case."""
     cases = {}
     for setup, (overrides, bounds) in SETUPS.items():
@@ -135,17 +133,13 @@ def run_round(arguments: argparse.Namespace, number: int, console: Console) -> d
             )
             real = measured(read_json_lines(run_dir / "metrics.jsonl"), run)
             case = cases[name] = Case(measured=real, own=with_own, first=with_first)
-            console.print(f"{name}: {case.own.step_s:.2f} s a step predicted, {real.step_s:.2f} measured")
+            print(f"{name}: {case.own.step_s:.2f} s a step predicted, {real.step_s:.2f} measured", flush=True)
     return cases
 
 
-def results(rounds: Sequence[Mapping[str, Case]], *, title: str) -> Table:
-    """Return a table with a row for each case, means over rounds of predicted / measured, and one of
-    errors."""
-    table = Table("case", title=f"{title}: predicted / measured", caption="errors: median, worst")
-    for column, _, _ in COLUMNS.values():
-        table.add_column(column, justify="right")
-    table.add_column("first run's profile", justify="right")
+def print_results(rounds: Sequence[Mapping[str, Case]]) -> None:
+    """Print a row for each case, and one of errors."""
+    rows = []
     errors: dict[str, list[float]] = {key: [] for key in (*COLUMNS, "first")}
     for name in rounds[0]:
         real, own, first = (
@@ -158,17 +152,16 @@ def results(rounds: Sequence[Mapping[str, Case]], *, title: str) -> Table:
             cells.append(f"{form.format(value)} / {form.format(wanted)}")
             errors[key].append(abs(value - wanted) / (wanted if key in RELATIVE else 1.0))
         errors["first"].append(abs(first.step_s / real.step_s - 1.0))
-        table.add_row(name, *cells, f"{first.step_s:.2f}")
-    table.add_section()
+        rows.append([name, *cells, f"{first.step_s:.2f}"])
     forms = [*(form for _, _, form in COLUMNS.values()), "{:.0%}"]
-    table.add_row(
-        "error",
-        *(
-            f"{form.format(statistics.median(found))}, {form.format(max(found))}"
-            for form, found in zip(forms, errors.values(), strict=True)
-        ),
+    pairs = zip(forms, errors.values(), strict=True)
+    worst = [f"{form.format(statistics.median(found))}, {form.format(max(found))}" for form, found in pairs]
+    titles = [column for column, _, _ in COLUMNS.values()]
+    print_table(
+        f"means of {len(rounds)} rounds: predicted / measured",
+        ("case", *titles, "first run's profile"),
+        [*rows, ["errors: median, worst", *worst]],
     )
-    return table
 
 
 def main() -> None:
@@ -179,12 +172,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=RESULTS / "simulation_validation")
     arguments = parser.parse_args()
-    console, rounds = Console(width=110), list[dict[str, Case]]()
-    for number in range(arguments.rounds):
-        rounds.append(run_round(arguments, number, console))
-        console.print(results(rounds[-1:], title=f"round {number}"))
-    if len(rounds) > 1:
-        console.print(results(rounds, title=f"means of {len(rounds)} rounds"))
+    rounds = [run_round(arguments, number) for number in range(arguments.rounds)]
+    print_results(rounds)
     cases = {name: [asdict(one[name]) for one in rounds] for name in rounds[0]}
     write_json(arguments.folder / "simulation_validation.json", {"machine": machine_facts(), "cases": cases})
 
