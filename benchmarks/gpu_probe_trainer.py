@@ -73,19 +73,11 @@ def fused_adamw(device: Device, report: Report) -> None:
     resumed = [step(other_model, other_optimizer, number) for number in range(NUM_BEFORE, NUM_STEPS)]
     report.put(losses=losses, losses_after_resume=resumed)
     report.check("losses_after_resume_are_equal", resumed == losses[NUM_BEFORE:])
-    pairs = list(zip(model.parameters(), other_model.parameters(), strict=True))
-    differences = [float((one.detach() - other.detach()).abs().max()) for one, other in pairs]
-    report.put(largest_weight_difference=max(differences))
-    report.check("weights_after_resume_are_equal", max(differences) == 0.0)
+    pairs = zip(model.parameters(), other_model.parameters(), strict=True)
+    report.check("weights_after_resume_are_equal", all(torch.equal(one, other) for one, other in pairs))
     counters = [moments["step"] for moments in other_optimizer.state.values()]
     report.check("steps_are_on_the_device", all(one.device.type == device.kind for one in counters))
     report.check("steps_are_counted_on", all(float(one) == NUM_STEPS for one in counters))
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    num_elements = sum(parameter.numel() for parameter in model.parameters())
-    step_s = device.time_s(optimizer.step)
-    # It reads weight, gradient and two moments, and writes weight and moments.
-    report.put(fused_step_ms=1e3 * step_s, fused_step_gb_per_s=7 * 4 * num_elements / GB / step_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
