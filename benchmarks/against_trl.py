@@ -27,16 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import (
-    CONFIG,
-    REPOSITORY,
-    RESULTS,
-    machine_facts,
-    print_table,
-    run_app,
-    run_watched,
-    write_json,
-)
+from common import CONFIG, REPOSITORY, RESULTS, machine_facts, print_table, run_app, run_watched, write_json
 
 from forgeasync.algorithms import PpoClip
 from forgeasync.config import AnswerPart, ReasoningGymSource, RunConfig, load_config

@@ -332,19 +332,12 @@ def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
 
 def print_faults(found: Sequence[Mapping[str, Any]]) -> None:
     """Print a row for each kind in each role."""
-    times = (f"{what} p{percent} s" for what in ("detection", "recovery") for percent in (50, 95))
-    print_table(
-        "faults",
-        ("role", "kind", "injected", "to notice", "detected", "recovered", *times),
-        (
-            [
-                "-" if one is None else f"{one:.1f}" if isinstance(one, float) else str(one)
-                for one in row.values()
-            ]
-            for row in found
-        ),
-        num_names=2,
-    )
+
+    def cell(value: object) -> str:
+        return "-" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
+
+    columns = [name.removeprefix("num_").replace("_", " ") for name in (found[0] if found else ())]
+    print_table("faults", columns, ([cell(one) for one in row.values()] for row in found), num_names=2)
 
 
 def step_median_s(steps: Sequence[Line]) -> float:

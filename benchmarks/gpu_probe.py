@@ -52,16 +52,12 @@ Line = dict[str, Any]
 
 def run_part(name: str, device_kind: str, file: Path | None) -> Line:
     """Run a part in this process and return its line. ``file`` always has its results so far."""
-    from gpu_probe_common import Device, Report, Skipped, describe
+    from gpu_probe_common import Device, Report
 
     report = Report(file)
     start_s = time.perf_counter()
-    try:
+    with report.case("part"):
         getattr(importlib.import_module(PARTS[name][0]), name)(Device(device_kind), report)
-    except Skipped as reason:
-        report.skipped["part"] = str(reason)
-    except Exception as error:
-        report.errors["part"] = describe(error)
     return {"name": name, **report.content(), "seconds": round(time.perf_counter() - start_s, 1)}
 
 

@@ -162,11 +162,7 @@ class Report:
         self._write()
 
     def compare(
-        self,
-        name: str,
-        names: Iterable[str],
-        found: Iterable[torch.Tensor],
-        expected: Iterable[torch.Tensor],
+        self, name: str, names: Iterable[str], found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]
     ) -> None:
         """Report the relative errors of tensors with ``names``, and check that they are small."""
         pairs = zip(names, found, expected, strict=True)

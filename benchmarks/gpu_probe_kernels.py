@@ -37,7 +37,6 @@ class AttentionSizes:
         (7,) * 292 + (4,),
     )
     num_parts: int = 4
-    timed_rows: tuple[tuple[int, ...], ...] = ((4096,) * 8, (32768,))
 
 
 ATTENTION = {
@@ -47,7 +46,6 @@ ATTENTION = {
         num_kv_heads=2,
         head_size=16,
         rows=((1, 5, 17, 1, 8), (8, 8, 12, 4), (32,), (3,) * 10 + (2,)),
-        timed_rows=((16, 16),),
     ),
 }
 
@@ -163,10 +161,7 @@ def find_kernel(device: Device, report: Report) -> Kernel:
 
     # As for the trainer's models: FlashAttention 2, unless 3 or 4 is activated.
     current = getattr(attention, "current_flash_attention_impl", lambda: "not known")
-    report.put(
-        kernel=f"varlen_attn{inspect.signature(varlen_attn)}",
-        active_flash_attention=str(current()),
-    )
+    report.put(kernel=f"varlen_attn{inspect.signature(varlen_attn)}", active_flash_attention=str(current()))
     return varlen_attn
 
 
@@ -180,9 +175,6 @@ def varlen_attention(device: Device, report: Report) -> None:
         for scale in (1.0, 6.0):
             with report.case(f"row_{number}_scale_{scale:g}"):
                 _hold_against_reference(device, report, kernel, sizes, lengths, number, scale)
-    for lengths in sizes.timed_rows:
-        with report.case(f"time_{len(lengths)}x{lengths[0]}"):
-            _time_attention(device, report, kernel, sizes, lengths)
 
 
 def _find_alignment(device: Device, report: Report, kernel: Kernel) -> None:
@@ -237,29 +229,6 @@ def _hold_against_reference(
         report.compare(
             f"{kind}_{number}_scale_{scale:g}", "oqkv", (found, *grads), (expected, *expected_grads)
         )
-
-
-def _time_attention(
-    device: Device, report: Report, kernel: Kernel, sizes: AttentionSizes, lengths: Sequence[int]
-) -> None:
-    """Time forward and backward pass of the row, and of its last part, which has the most pairs."""
-    length = sum(lengths)
-    leaves = _leaves(device, sizes, length, 1.0)
-    q, k, v = leaves
-    grad = torch.randn_like(q)
-    for kind, start in (("row", 0), ("last_part", length - length // sizes.num_parts)):
-        part = part_of(lengths, start=start, stop=length)
-
-        queries = slice(part.start, part.stop)
-        forward = partial(attend, kernel, part, q[queries], k, v)
-        # Two products forward and five backward for each pair of a query and a key that it sees.
-        pairs = sum(
-            queries * (keys - queries) + queries * (queries + 1) / 2
-            for queries, keys in zip(part.num_queries, part.num_keys, strict=True)
-        )
-        flops = 4 * sizes.num_heads * sizes.head_size * pairs
-        name = f"{kind}_{len(lengths)}x{lengths[0]}"
-        device.time_passes(report, name, forward, leaves, grad[queries], flops=flops, backward_ratio=2.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,29 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from gpu_probe_common import (
-    GB,
-    SHARED_MEMORY,
-    Device,
-    Report,
-    Skipped,
-    free_host_bytes,
-    open_trainer_package,
-)
+from gpu_probe_common import GB, SHARED_MEMORY, Device, Report, Skipped, free_host_bytes, open_trainer_package
 
-PACKAGES = (
-    "torch",
-    "torchtitan",
-    "vllm",
-    "torchmonarch",
-    "triton",
-    "transformers",
-    "pydantic",
-    "xxhash",
-    "numpy",
-    "flash-attn-3",
-    "flash-attn-4",
-)
 DRIVER_QUERIES = (
     "name,driver_version,memory.total",
     "pcie.link.gen.max,pcie.link.width.max,mig.mode.current,ecc.mode.current,compute_mode,power.limit",
@@ -70,7 +49,7 @@ def machine(device: Device, report: Report) -> None:
         num_cores=len(os.sched_getaffinity(0)),
         free_host_gib=free_host_bytes() / 2**30,
         free_shared_memory_gib=shutil.disk_usage(SHARED_MEMORY).free / 2**30,
-        packages={name: _version(name) for name in PACKAGES},
+        packages={one.name: one.version for one in importlib.metadata.distributions()},
     )
     if device.is_gpu:
         with report.case("gpu"):
@@ -100,13 +79,6 @@ def _processor() -> str:
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _describe_gpu(report: Report) -> None:
@@ -310,9 +282,7 @@ def swap(device: Device, report: Report) -> None:
 
     x = device.randn(sizes.batch, sizes.width)
     weights, shadow = make(), make()
-    start_s = time.perf_counter()
     host_shadow = [torch.empty(sizes.width, sizes.width, dtype=DTYPE, pin_memory=True) for _ in shadow]
-    report.put(host_shadow_allocation_s=time.perf_counter() - start_s)
     for on_host, matrix in zip(host_shadow, shadow, strict=True):
         on_host.copy_(matrix)
     first, second = apply(weights).clone(), apply(shadow).clone()

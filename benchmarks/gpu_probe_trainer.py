@@ -127,7 +127,8 @@ BYTES_PER_PARAMETER = 16
 
 def moe_trainer(device: Device, report: Report) -> None:
     """Check replay, activation checkpointing and resume of a small model, then time a large one."""
-    # All cases need TorchTitan.
+    cases = {"replay": _replay, "checkpointing": _checkpointing, "resume": _resume, "speed": _speed}
+    # All of them need TorchTitan.
     import torchtitan  # noqa: F401
 
     from forgeasync.models import DEVICE_TYPE
@@ -138,22 +139,13 @@ def moe_trainer(device: Device, report: Report) -> None:
     os.environ.setdefault("LOCAL_RANK", "0")
     # Recomputation in the backward pass needs the mesh context of this thread.
     with group_of_one(backend), torch.autograd.set_multithreading_enabled(False):
-        for name, case in (
-            ("replay", _replay),
-            ("activation_checkpointing", _checkpointing),
-            ("resume", _resume),
-            ("speed", _speed),
-        ):
+        for name, case in cases.items():
             with report.case(name):
                 case(device, report)
 
 
 def _trainer(
-    device: Device,
-    sizes: ModelSizes,
-    checkpointing: str = "none",
-    *,
-    resume_from: Path | None = None,
+    device: Device, sizes: ModelSizes, checkpointing: str = "none", *, resume_from: Path | None = None
 ) -> "PolicyTrainer":
     """Make a trainer, in bfloat16 on a GPU, always with the same random weights."""
     from forgeasync.algorithms import Loss
@@ -257,9 +249,8 @@ def _checkpointing(device: Device, report: Report) -> None:
     report.put(steps_by_activation_checkpointing=found)
     # The order of atomic additions may differ.
     for name in ("none_again", "selective", "full"):
-        differences = [abs(found[name][key] - value) for key, value in found["none"].items()]
-        scales = [abs(value) for value in found["none"].values()]
-        largest = max(one / (scale + 1e-3) for one, scale in zip(differences, scales, strict=True))
+        pairs = ((found[name][key], value) for key, value in found["none"].items())
+        largest = max(abs(one - value) / (abs(value) + 1e-3) for one, value in pairs)
         report.put(name, relative_difference=largest)
         report.check(f"{name}_is_as_none", largest < 0.01)
 
@@ -280,13 +271,9 @@ def _resume(device: Device, report: Report) -> None:
     report.check("version_goes_on", resumed.policy_version == trainer.policy_version == 2)
     pairs = zip(trainer.model.parameters(), resumed.model.parameters(), strict=True)
     report.check("weights_are_equal", all(bool((one == other).all()) for one, other in pairs))
-    steps = {}
-    for name, one in (("uninterrupted", trainer), ("resumed", resumed)):
-        results = [one.train_step(rows) for _ in range(2)]
-        steps[name] = [result.metrics["grad_norm"] for result in results]
-    report.put(grad_norms_after_checkpoint=steps)
-    norms = zip(steps["uninterrupted"], steps["resumed"], strict=True)
-    difference = max(abs(one - other) / one for one, other in norms)
+    norms = [[one.train_step(rows).metrics["grad_norm"] for _ in range(2)] for one in (trainer, resumed)]
+    report.put(grad_norms_after_checkpoint=norms)
+    difference = max(abs(one - other) / one for one, other in zip(*norms, strict=True))
     report.put(resume_relative_difference=difference)
     report.check("steps_after_resume_agree", difference < 0.02)
 

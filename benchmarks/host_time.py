@@ -151,10 +151,12 @@ def use_instant_executor() -> None:
     AsyncEngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
 
 
-async def start_ours(
-    model: Path, section: GeneratorSection
-) -> tuple[Callable[[int, int], Awaitable[Any]], Any]:
-    """Start our engine; return a function that samples (sequences, tokens), and the engine."""
+Sample = Callable[[int, int], Awaitable[Any]]
+"""Samples a number of sequences with a number of tokens each."""
+
+
+async def start_ours(model: Path, section: GeneratorSection) -> tuple[Sample, Any]:
+    """Start our engine; return a function that samples, and the engine."""
     engine = await GeneratorEngine.start(
         model_path=model,
         generator=section,
@@ -181,9 +183,7 @@ async def start_ours(
     return sample, engine
 
 
-async def start_theirs(
-    model: Path, section: GeneratorSection
-) -> tuple[Callable[[int, int], Awaitable[Any]], Any]:
+async def start_theirs(model: Path, section: GeneratorSection) -> tuple[Sample, Any]:
     """Start vLLM's engine; as ``start_ours``."""
     arguments = AsyncEngineArgs(
         model=str(model),
@@ -215,7 +215,7 @@ async def start_theirs(
     return sample, llm
 
 
-async def measure(sample: Callable[[int, int], Awaitable[Any]], num_sequences: int) -> float:
+async def measure(sample: Sample, num_sequences: int) -> float:
     """Return milliseconds of a decode step."""
     times_s = []
     for num_tokens in (SHORT, LONG):
@@ -271,9 +271,8 @@ def main() -> None:
             "max_position_embeddings": 4096,
         }
         path.write_text(json.dumps(config), encoding="utf-8")
-        rows = asyncio.run(
-            compare([int(one) for one in arguments.sequences.split(",")], arguments.rounds, model)
-        )
+        sizes = [int(one) for one in arguments.sequences.split(",")]
+        rows = asyncio.run(compare(sizes, arguments.rounds, model))
     cells = ("{num_sequences}", "{ours_ms:.2f} ms", "{vllm_ms:.2f} ms", "{ratio:.2f}")
     print_table(
         "host time of a decode step",
