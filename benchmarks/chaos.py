@@ -25,7 +25,6 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -234,8 +233,6 @@ def break_run(
     print_faults(found)
     result = {
         "seed": arguments.seed,
-        "planned": [asdict(one) for one in faults],
-        "injected": [asdict(one) for one in injector.injected],
         "faults": found,
         **costs_of(evidence, injector.seen_s, [line for lines in undisturbed for line in lines]),
         "lengths": evidence.lengths,

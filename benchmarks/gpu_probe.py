@@ -98,9 +98,8 @@ def run_apart(command: Sequence[str], name: str, *, limit_s: float, environment:
             line["ok"] = False
             line["errors"]["process"] = problem
         if line["errors"]:
-            line["log_tail"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[
-                -LOG_TAIL_LINES:
-            ]
+            said = log.read_text(encoding="utf-8", errors="replace")
+            line["log_tail"] = said.splitlines()[-LOG_TAIL_LINES:]
         return {**line, "seconds": round(time.perf_counter() - start_s, 1)}
 
 
@@ -171,9 +170,9 @@ def main() -> int:
         return 0 if line["ok"] else 1
     end_s = time.monotonic() + arguments.seconds
     lines = []
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text("", encoding="utf-8")
+    file = arguments.json or Path(os.devnull)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("", encoding="utf-8")
     for name, (_, part_s) in PARTS.items():
         limit_s = min(part_s, end_s - time.monotonic())
         if limit_s < 5.0:
@@ -186,9 +185,8 @@ def main() -> int:
             line = run_apart(command, name, limit_s=limit_s, environment=environment)
         lines.append(line)
         print(json.dumps(line), flush=True)
-        if arguments.json is not None:
-            with arguments.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+        with file.open("a", encoding="utf-8") as output:
+            output.write(json.dumps(line) + "\n")
     print(table(lines), flush=True)
     return 1 if any(has_failed(line) for line in lines) else 0
 

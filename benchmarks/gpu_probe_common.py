@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,27 +68,6 @@ class Device:
             self.synchronize()
             times_s.append(time.perf_counter() - start_s)
         return statistics.median(times_s[1:])
-
-    def time_passes(
-        self,
-        report: "Report",
-        name: str,
-        forward: Callable[[], torch.Tensor],
-        leaves: Sequence[torch.Tensor],
-        grad: torch.Tensor,
-        *,
-        flops: float,
-        backward_ratio: float,
-    ) -> None:
-        """Report the time of a forward pass of ``flops``, and of it with its backward pass."""
-
-        def both() -> None:
-            torch.autograd.grad(forward(), leaves, grad)
-
-        forward_s, both_s = self.time_s(forward), self.time_s(both)
-        report.put(name, forward_ms=1e3 * forward_s, forward_tflops=flops / forward_s / 1e12)
-        both_flops = (1.0 + backward_ratio) * flops
-        report.put(name, both_ms=1e3 * both_s, both_tflops=both_flops / both_s / 1e12)
 
     def time_beside(
         self,

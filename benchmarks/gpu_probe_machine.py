@@ -230,16 +230,8 @@ def _stage(device: Device, report: Report, shards: Sequence[torch.Tensor], num_b
         shutil.rmtree(folder)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwapSizes:
-    """Square bfloat16 matrices that multiply a batch in turn."""
-
-    width: int = 4096
-    batch: int = 16
-    max_bytes: int = 8 * 2**30
-
-
-SWAP = {"cuda": SwapSizes(), "cpu": SwapSizes(width=64, batch=4, max_bytes=2**16)}
+BATCH = 16
+"""Rows that square matrices multiply in turn, to see which version of them was used."""
 
 
 def capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
@@ -263,7 +255,7 @@ def swap(device: Device, report: Report) -> None:
     """Copy new weights between two replays of one graph, from the host and from the device."""
     if not device.is_gpu:
         raise Skipped("needs CUDA: there are no graphs without it")
-    sizes = SWAP[device.kind]
+    sizes = MACHINE[device.kind]
     # Matrices are on the device twice, once more while they are made, and on the host once.
     room = min(sizes.max_bytes, device.free_bytes() // 4, free_host_bytes() // 4)
     num_bytes = DTYPE.itemsize * sizes.width**2
@@ -280,7 +272,7 @@ def swap(device: Device, report: Report) -> None:
             y = y @ matrix
         return y
 
-    x = device.randn(sizes.batch, sizes.width)
+    x = device.randn(BATCH, sizes.width)
     weights, shadow = make(), make()
     host_shadow = [torch.empty(sizes.width, sizes.width, dtype=DTYPE, pin_memory=True) for _ in shadow]
     for on_host, matrix in zip(host_shadow, shadow, strict=True):
@@ -351,19 +343,8 @@ def _upload_beside_replays(
     device.time_beside(report, "replays", begin, upload_s, replay)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSizes:
-    """A float32 state of equal tensors, and the width of the products beside its copy."""
-
-    tensor_elements: int = 2**26
-    max_bytes: int = 8 * 2**30
-    width: int = 8192
-
-
-CHECKPOINT = {
-    "cuda": CheckpointSizes(),
-    "cpu": CheckpointSizes(tensor_elements=2**12, max_bytes=2**16, width=64),
-}
+NUM_TENSORS = 16
+"""Number of equal tensors in the state of a checkpoint."""
 
 
 def checkpoint_copies(device: Device, report: Report) -> None:
@@ -371,11 +352,11 @@ def checkpoint_copies(device: Device, report: Report) -> None:
     open_trainer_package(device, report)
     from forgeasync.trainer import HostCopies
 
-    sizes = CHECKPOINT[device.kind]
+    sizes = MACHINE[device.kind]
     # Page-locked memory comes in powers of two.
     room = min(sizes.max_bytes, device.free_bytes() // 4, free_host_bytes() // 4)
-    num_tensors = max(2, room // (4 * sizes.tensor_elements))
-    state = {f"w{i}": device.randn(sizes.tensor_elements, dtype=torch.float32) for i in range(num_tensors)}
+    shape = (room // (4 * NUM_TENSORS),)
+    state = {f"w{i}": device.randn(*shape, dtype=torch.float32) for i in range(NUM_TENSORS)}
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     report.put(state_gb=num_bytes / GB)
     copies = HostCopies()

@@ -227,7 +227,6 @@ def _replay(device: Device, report: Report) -> None:
     # Atomic sums of the experts' outputs make all passes differ.
     noise, changed, other = (float((one - own).abs().max()) for one in (again, replayed, elsewhere))
     report.put(
-        num_targets=len(own),
         difference_of_two_passes_nats=noise,
         difference_by_replay_of_the_own_choice_nats=changed,
         difference_by_other_experts_nats=other,
@@ -298,8 +297,6 @@ def _speed(device: Device, report: Report) -> None:
         step_s=step_s,
         tokens_per_s=num_tokens / step_s,
         peak_growth_of_a_step_gib=device.measure_peak(lambda: results.append(trainer.train_step(rows))),
-        recorded_share=results[0].metrics["routing/recorded_share"],
-        losses=[result.metrics["loss"] for result in results],
     )
     report.check("all_steps_were_taken", all(result.skip_reason is None for result in results))
 

@@ -261,15 +261,10 @@ def main() -> None:
     arguments = parser.parse_args()
     use_instant_executor()
     with tempfile.TemporaryDirectory() as folder:
-        model = write_tiny_model(Path(folder) / "model")
+        model = write_tiny_model(Path(folder) / "model", num_experts=NUM_EXPERTS, top_k=TOP_K_EXPERTS)
         path = model / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
-        config |= {
-            "num_hidden_layers": NUM_LAYERS,
-            "num_experts": NUM_EXPERTS,
-            "num_experts_per_tok": TOP_K_EXPERTS,
-            "max_position_embeddings": 4096,
-        }
+        config |= {"num_hidden_layers": NUM_LAYERS, "max_position_embeddings": 4096}
         path.write_text(json.dumps(config), encoding="utf-8")
         sizes = [int(one) for one in arguments.sequences.split(",")]
         rows = asyncio.run(compare(sizes, arguments.rounds, model))
