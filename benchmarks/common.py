@@ -119,7 +119,7 @@ def print_table(
         table.add_column(column, justify="left" if number < num_names else "right")
     for row in rows:
         table.add_row(*row)
-    Console(width=110).print(table)
+    Console(width=140).print(table)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
