@@ -27,17 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import (
-    CONFIG,
-    REPOSITORY,
-    RESULTS,
-    machine_facts,
-    run_app,
-    run_watched,
-    write_json,
-)
-from rich.console import Console
-from rich.table import Table
+from common import CONFIG, REPOSITORY, RESULTS, machine_facts, print_table, run_app, run_watched, write_json
 
 from forgeasync.algorithms import PpoClip
 from forgeasync.config import AnswerPart, ReasoningGymSource, RunConfig, load_config
@@ -76,17 +66,13 @@ def measurement(
 ) -> dict[str, Any]:
     """Summarize the measured steps of a run."""
     all_lengths = [length for of_step in lengths for length in of_step]
-    quantiles = np.percentile(all_lengths, [0, 10, 50, 90, 100]).tolist()
     return {
         "contender": contender,
         "round": number,
         "tokens_per_s": sum(all_lengths) / sum(step_s),
         "step_s_median": statistics.median(step_s),
         "step_s": step_s,
-        "response_lengths": {
-            "mean": statistics.fmean(all_lengths),
-            **dict(zip(("min", "p10", "p50", "p90", "max"), quantiles, strict=True)),
-        },
+        "response_tokens_mean": statistics.fmean(all_lengths),
         "reward_mean": statistics.mean(rewards),
         "peak_memory_mib": peak_memory_mib,
     }
@@ -253,47 +239,25 @@ def ensure_trl_environment() -> None:
     stamp.write_text(lock, encoding="utf-8")
 
 
+COLUMNS = {
+    "tokens_per_s": ("tokens/s", "{:.0f}"),
+    "step_s_median": ("step s", "{:.2f}"),
+    "peak_memory_mib": ("peak MiB", "{:.0f}"),
+    "response_tokens_mean": ("response tokens", "{:.1f}"),
+    "reward_mean": ("reward", "{:.3f}"),
+}
+"""Title and format of what is reported of a run."""
+
+
 def medians(measurements: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Return medians over rounds, by contender and name of the value."""
     return {
         contender: {
             value: statistics.median(one[value] for one in measurements if one["contender"] == contender)
-            for value in ("tokens_per_s", "step_s_median", "peak_memory_mib")
+            for value in COLUMNS
         }
         for contender in dict.fromkeys(one["contender"] for one in measurements)
     }
-
-
-RUN_ROW = (
-    "{contender}",
-    "{round}",
-    "{tokens_per_s:.0f}",
-    "{step_s_median:.2f}",
-    "{response_lengths[mean]:.1f} ({response_lengths[p10]:.0f}/{response_lengths[p50]:.0f}/"
-    "{response_lengths[p90]:.0f}) {response_lengths[max]:.0f}",
-    "{reward_mean:.3f}",
-    "{peak_memory_mib:.0f}",
-)
-"""Cells of a run in the table."""
-
-
-def results_table(measurements: Sequence[Mapping[str, Any]], *, baseline: str) -> Table:
-    """Return a table of runs, then of medians by contender with their ratios to ``baseline``."""
-    table = Table("contender", title="GRPO on the same cores")
-    lengths_column = "length mean (p10/p50/p90) max"
-    for name in ("round", "tokens/s", "step s", lengths_column, "reward", "peak MiB"):
-        table.add_column(name, justify="right")
-    for one in measurements:
-        table.add_row(*(cell.format(**one) for cell in RUN_ROW))
-    table.add_section()
-    middle = medians(measurements)
-    for contender, values in middle.items():
-        cells = []
-        for (key, value), form in zip(values.items(), ("{:.0f}", "{:.2f}", "{:.0f}"), strict=True):
-            ratio = "" if contender == baseline else f" (x{value / middle[baseline][key]:.2f})"
-            cells.append(form.format(value) + ratio)
-        table.add_row(contender, "median", *cells[:2], "", "", cells[2])
-    return table
 
 
 def main() -> None:
@@ -304,8 +268,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "against_trl.json")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
     arguments = parser.parse_intermixed_args()
-    # Wide enough for the table if the output is no terminal.
-    console = Console(width=110)
     overrides = [SAME_POLICY, *arguments.overrides]
     ensure_trl_environment()
     measurements: list[dict[str, Any]] = []
@@ -315,11 +277,23 @@ def main() -> None:
                 folder = Path(scratch) / f"{contender.replace(' ', '_')}-{number}"
                 run = run_trl if contender in TRL_THREADS else run_ours
                 measurements.append(run(contender, number, arguments.steps, folder, overrides))
-                console.print(f"round {number}, {contender}: {measurements[-1]['tokens_per_s']:.0f} tokens/s")
+                tokens_per_s = measurements[-1]["tokens_per_s"]
+                print(f"round {number}, {contender}: {tokens_per_s:.0f} tokens/s", flush=True)
     middle = medians(measurements)
     # Ratios are to the faster of TRL's.
     baseline = max(TRL_THREADS, key=lambda contender: middle[contender]["tokens_per_s"])
-    console.print(results_table(measurements, baseline=baseline))
+    print_table(
+        f"GRPO on the same cores: medians of {arguments.rounds} rounds (ratios to {baseline})",
+        ("contender", *(title for title, _ in COLUMNS.values())),
+        (
+            [contender]
+            + [
+                f"{form.format(values[key])} (x{values[key] / middle[baseline][key]:.2f})"
+                for key, (_, form) in COLUMNS.items()
+            ]
+            for contender, values in middle.items()
+        ),
+    )
     content = {
         "machine": machine_facts(),
         "config": str(CONFIG.relative_to(REPOSITORY)),
@@ -332,7 +306,7 @@ def main() -> None:
         "runs": measurements,
     }
     write_json(arguments.out, content)
-    console.print(f"wrote {arguments.out}")
+    print(f"wrote {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -40,14 +39,13 @@ from chaos_report import (
     length_distances,
     lost_times,
     match,
+    print_faults,
     read_lines,
     rows,
     step_median_s,
-    table,
 )
 from chaos_run import Run
 from common import CONFIG, RESULTS, machine_facts, write_json
-from rich.console import Console
 
 from forgeasync.buffer import LedgerUnreadable, verify
 from forgeasync.config import LocalLauncher, RunConfig, load_config
@@ -178,9 +176,8 @@ def break_run(
 
     ``mend`` undoes what the faults broke, and returns what then remains of the run.
     """
-    out, console = arguments.out, Console()
+    out = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    console.width = max(console.width, 110)
     faults = plan(
         arguments.seed,
         arguments.faults,
@@ -192,11 +189,10 @@ def break_run(
     )
     overrides = run_overrides(arguments, faults)
     references = reference_runs(arguments, overrides, environment)
-    console.print(f"{arguments.max_steps} steps with {len(faults)} faults, in {out}")
+    print(f"{arguments.max_steps} steps with {len(faults)} faults, in {out}", flush=True)
     for number, fault in enumerate(faults):
-        console.print(
-            f"  {number + 1}: after step {fault.at_step}, {fault.moment}: {fault.role} {fault.kind}"
-        )
+        words = f"{number + 1}: after step {fault.at_step}, {fault.moment}: {fault.role} {fault.kind}"
+        print(f"  {words}", flush=True)
     is_supervised = bool(SUPERVISED & set(arguments.role))
     run = Run(arguments.config, overrides, out / "run", supervise=is_supervised, environment=environment)
     injector = injector_class(
@@ -234,11 +230,9 @@ def break_run(
     )
     difference = first_difference(evidence)
     found = rows(match(evidence.injected, evidence.events)[0])
-    console.print(table(found))
+    print_faults(found)
     result = {
         "seed": arguments.seed,
-        "planned": [asdict(one) for one in faults],
-        "injected": [asdict(one) for one in injector.injected],
         "faults": found,
         **costs_of(evidence, injector.seen_s, [line for lines in undisturbed for line in lines]),
         "lengths": evidence.lengths,
@@ -248,8 +242,8 @@ def break_run(
         "machine": machine_facts(),
     }
     write_json(out / "chaos.json", result)
-    console.print(f"{out / 'chaos.json'}")
-    console.print("nothing was lost" if difference is None else f"failed: {difference}")
+    print(f"{out / 'chaos.json'}")
+    print("nothing was lost" if difference is None else f"failed: {difference}")
     return 0 if difference is None else 1
 
 

@@ -230,13 +230,13 @@ def overrides_of(num_hosts: int, given: Sequence[str]) -> list[str]:
         "mem": "8G",
         "python": sys.executable,
     }
-    chosen = {
-        "launcher": json.dumps(launcher),
-        "generator.num_replicas": num_hosts - 1,
-        "timeouts.host_s": HOST_LIMIT_S,
-        "timeouts.weights_s": 2 * HOST_LIMIT_S,
-    }
-    return [*(f"{key}={value}" for key, value in chosen.items()), *given]
+    chosen = [
+        f"launcher={json.dumps(launcher)}",
+        f"generator.num_replicas={num_hosts - 1}",
+        f"timeouts.host_s={HOST_LIMIT_S}",
+        f"timeouts.weights_s={2 * HOST_LIMIT_S}",
+    ]
+    return [*chosen, *given]
 
 
 def main() -> int:

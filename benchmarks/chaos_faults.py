@@ -99,13 +99,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
 """Kinds of each role, which is named as in ``procs.json``. The supervisor notices a stopped controller."""
 
 CLUSTER_KINDS: Mapping[str, Sequence[Kind]] = {
-    HOST: (
-        Kind.SLOW_LINK,
-        Kind.SHORT_PARTITION,
-        Kind.LONG_PARTITION,
-        Kind.LOST_NODE,
-        Kind.CANCELLED_JOB,
-    ),
+    HOST: (Kind.SLOW_LINK, Kind.SHORT_PARTITION, Kind.LONG_PARTITION, Kind.LOST_NODE, Kind.CANCELLED_JOB)
 }
 """Kinds that ``chaos_cluster.py`` injects."""
 

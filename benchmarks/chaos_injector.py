@@ -53,10 +53,7 @@ NUM_PACE_STEPS = 9
 PAUSE_S = 1.0
 """Longest wait within an evaluation or a shutdown."""
 
-PROBED = {
-    Moment.PUBLISHING: ("begin_staging", "finish_staging"),
-    Moment.CHECKPOINT: ("begin_checkpoint",),
-}
+PROBED = {Moment.PUBLISHING: ("begin_staging", "finish_staging"), Moment.CHECKPOINT: ("begin_checkpoint",)}
 """Calls of the trainer during which it is the moment."""
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from chaos_faults import CONTROLLER, HOST, STORAGE, UNNOTICED, Injected, Kind, Moment, Planned
-from rich.table import Table
+from common import print_table
 
 from forgeasync.files import read_json_lines
 
@@ -330,19 +330,14 @@ def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
     return {f"{name}_p{q}_s": float(np.percentile(values, q)) if values else None for q in (50, 95)}
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table with a row for each kind in each role."""
-    shown = Table("role", "kind", title="faults")
-    times = (f"{what} p{percent} s" for what in ("detection", "recovery") for percent in (50, 95))
-    for name in ("injected", "to notice", "detected", "recovered", *times):
-        shown.add_column(name, justify="right")
-    for row in found:
-        cells = (
-            "-" if one is None else f"{one:.1f}" if isinstance(one, float) else str(one)
-            for one in row.values()
-        )
-        shown.add_row(*cells)
-    return shown
+def print_faults(found: Sequence[Mapping[str, Any]]) -> None:
+    """Print a row for each kind in each role."""
+
+    def cell(value: object) -> str:
+        return "-" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
+
+    columns = [name.removeprefix("num_").replace("_", " ") for name in (found[0] if found else ())]
+    print_table("faults", columns, ([cell(one) for one in row.values()] for row in found), num_names=2)
 
 
 def step_median_s(steps: Sequence[Line]) -> float:

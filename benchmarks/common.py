@@ -1,4 +1,5 @@
-"""Shared by the benchmarks: running a command while its memory is measured, facts of the machine, JSON.
+"""Shared by the benchmarks: running a command while its memory is measured, facts of the machine, tables,
+JSON.
 
 Benchmarks are scripts, started as ``python benchmarks/NAME.py``. The package does not import them. They
 report times and never judge them.
@@ -12,11 +13,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+from rich.console import Console
+from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = REPOSITORY / "configs" / "tiny_moe_cpu.yaml"
@@ -105,6 +108,18 @@ def machine_facts() -> dict[str, Any]:
         "system": platform.platform(),
         "python": sys.version.split()[0],
     }
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_names: int = 1
+) -> None:
+    """Print a table, wide if the output is no terminal. The first ``num_names`` columns have no numbers."""
+    table = Table(title=title)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < num_names else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=140).print(table)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

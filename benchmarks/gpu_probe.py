@@ -52,16 +52,12 @@ Line = dict[str, Any]
 
 def run_part(name: str, device_kind: str, file: Path | None) -> Line:
     """Run a part in this process and return its line. ``file`` always has its results so far."""
-    from gpu_probe_common import Device, Report, Skipped, describe
+    from gpu_probe_common import Device, Report
 
     report = Report(file)
     start_s = time.perf_counter()
-    try:
+    with report.case("part"):
         getattr(importlib.import_module(PARTS[name][0]), name)(Device(device_kind), report)
-    except Skipped as reason:
-        report.skipped["part"] = str(reason)
-    except Exception as error:
-        report.errors["part"] = describe(error)
     return {"name": name, **report.content(), "seconds": round(time.perf_counter() - start_s, 1)}
 
 
@@ -102,9 +98,8 @@ def run_apart(command: Sequence[str], name: str, *, limit_s: float, environment:
             line["ok"] = False
             line["errors"]["process"] = problem
         if line["errors"]:
-            line["log_tail"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[
-                -LOG_TAIL_LINES:
-            ]
+            said = log.read_text(encoding="utf-8", errors="replace")
+            line["log_tail"] = said.splitlines()[-LOG_TAIL_LINES:]
         return {**line, "seconds": round(time.perf_counter() - start_s, 1)}
 
 
@@ -141,7 +136,7 @@ def child_environment(device_kind: str) -> dict[str, str]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Return a line for each part, and below it errors, skipped cases and figures that are numbers."""
+    """Return a line for each part, and below it its errors and skipped cases."""
     rows = []
     for line in lines:
         verdict = "FAILED" if has_failed(line) else "ok" if line["ok"] else "skipped"
@@ -152,11 +147,6 @@ def table(lines: Sequence[Line]) -> str:
         rows += [f"    not right: {name}" for name, is_right in line["checks"].items() if not is_right]
         rows += [f"    error in {name}: {text.splitlines()[-1]}" for name, text in line["errors"].items()]
         rows += [f"    skipped {name}: {reason}" for name, reason in line["skipped"].items()]
-        rows += [
-            f"    {name:52} {value:,.5g}"
-            for name, value in line["figures"].items()
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-        ]
     return "\n".join(rows)
 
 
@@ -180,9 +170,9 @@ def main() -> int:
         return 0 if line["ok"] else 1
     end_s = time.monotonic() + arguments.seconds
     lines = []
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text("", encoding="utf-8")
+    file = arguments.json or Path(os.devnull)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("", encoding="utf-8")
     for name, (_, part_s) in PARTS.items():
         limit_s = min(part_s, end_s - time.monotonic())
         if limit_s < 5.0:
@@ -195,9 +185,8 @@ def main() -> int:
             line = run_apart(command, name, limit_s=limit_s, environment=environment)
         lines.append(line)
         print(json.dumps(line), flush=True)
-        if arguments.json is not None:
-            with arguments.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+        with file.open("a", encoding="utf-8") as output:
+            output.write(json.dumps(line) + "\n")
     print(table(lines), flush=True)
     return 1 if any(has_failed(line) for line in lines) else 0
 

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,6 @@ class Device:
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info()[0] if self.is_gpu else free_host_bytes()
 
-    def require_bytes(self, num_bytes: int) -> None:
-        if num_bytes > self.free_bytes():
-            raise Skipped(f"needs {num_bytes / 2**30:.0f} GiB of free memory")
-
     def time_s(self, function: Callable[[], object], *, repeats: int = 5) -> float:
         """Return the median seconds of a call with the device's work, after a call that does not count."""
         times_s = []
@@ -73,43 +69,35 @@ class Device:
             times_s.append(time.perf_counter() - start_s)
         return statistics.median(times_s[1:])
 
-    def time_passes(
+    def time_beside(
         self,
         report: "Report",
         name: str,
-        forward: Callable[[], torch.Tensor],
-        leaves: Sequence[torch.Tensor],
-        grad: torch.Tensor,
-        *,
-        flops: float,
-        backward_ratio: float,
+        begin: Callable[[], Callable[[], object]],
+        begun_s: float,
+        work: Callable[[], object],
     ) -> None:
-        """Report the time of a forward pass of ``flops``, and of it with its backward pass."""
+        """Report the seconds of repeated ``work`` on the current stream, alone and beside something.
 
-        def both() -> None:
-            torch.autograd.grad(forward(), leaves, grad)
-
-        forward_s, both_s = self.time_s(forward), self.time_s(both)
-        report.put(name, forward_ms=1e3 * forward_s, forward_tflops=flops / forward_s / 1e12)
-        both_flops = (1.0 + backward_ratio) * flops
-        report.put(name, both_ms=1e3 * both_s, both_tflops=both_flops / both_s / 1e12)
-
-    def time_beside_s(
-        self, begin: Callable[[], Callable[[], object]], work: Callable[[], object]
-    ) -> tuple[float, float]:
-        """Return the seconds of ``work`` on the current stream, and of it and what runs beside it.
-
-        ``begin`` starts what runs beside it, and returns a function that waits for that.
+        ``begin`` starts what runs beside it, and returns a function that waits for that. It takes ``begun_s``
+        alone, and so do the repetitions.
         """
+        num = max(1, min(10_000, round(begun_s / self.time_s(work))))
+
+        def repeat() -> None:
+            for _ in range(num):
+                work()
+
+        report.put(name, repetitions=num, alone_s=self.time_s(repeat, repeats=2))
         self.synchronize()
         start_s = time.perf_counter()
         wait = begin()
-        work()
+        repeat()
         if self.is_gpu:
             torch.cuda.current_stream().synchronize()
-        work_s = time.perf_counter() - start_s
+        report.put(name, beside_s=time.perf_counter() - start_s)
         wait()
-        return work_s, time.perf_counter() - start_s
+        report.put(name, both_s=time.perf_counter() - start_s)
 
     def measure_peak(self, function: Callable[[], object]) -> float | None:
         """Return the largest growth of the device's memory during a call in GiB; None without a GPU."""
@@ -151,6 +139,15 @@ class Report:
         """Add a statement that has to hold."""
         self.checks[name] = bool(is_right)
         self._write()
+
+    def compare(
+        self, name: str, names: Iterable[str], found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]
+    ) -> None:
+        """Report the relative errors of tensors with ``names``, and check that they are small."""
+        pairs = zip(names, found, expected, strict=True)
+        errors = {of: relative_error(one, other) for of, one, other in pairs}
+        self.put(name, relative_errors=errors)
+        self.check(name, max(errors.values()) < TOLERANCE)
 
     @contextlib.contextmanager
     def case(self, name: str) -> Iterator[None]:
@@ -203,13 +200,6 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
         return math.inf
     scale = max(float(expected.abs().max()), 1e-30)
     return float((found.double() - expected.double()).abs().max()) / scale
-
-
-def relative_errors(
-    names: Iterable[str], found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]
-) -> dict[str, float]:
-    """Return the relative error of each of several tensors by its name."""
-    return {name: relative_error(one, other) for name, one, other in zip(names, found, expected, strict=True)}
 
 
 def free_host_bytes() -> int:

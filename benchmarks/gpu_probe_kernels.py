@@ -6,7 +6,6 @@ size; T tokens, D model dimensions, V vocabulary; R tokens sorted by group, G gr
 matrix.
 """
 
-import importlib.util
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from gpu_probe_common import TOLERANCE, Device, Report, open_trainer_package, relative_error, relative_errors
+from gpu_probe_common import TOLERANCE, Device, Report, open_trainer_package, relative_error
 
 Kernel = Callable[..., torch.Tensor]
 """Has the signature of ``torch.nn.attention.varlen.varlen_attn``."""
@@ -38,7 +37,6 @@ class AttentionSizes:
         (7,) * 292 + (4,),
     )
     num_parts: int = 4
-    timed_rows: tuple[tuple[int, ...], ...] = ((4096,) * 8, (32768,))
 
 
 ATTENTION = {
@@ -48,7 +46,6 @@ ATTENTION = {
         num_kv_heads=2,
         head_size=16,
         rows=((1, 5, 17, 1, 8), (8, 8, 12, 4), (32,), (3,) * 10 + (2,)),
-        timed_rows=((16, 16),),
     ),
 }
 
@@ -123,14 +120,17 @@ def masked_attention(
     return (scores_NQL.masked_fill(~is_seen_QL, -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
 
+def causal_mask(num_queries: Sequence[int], num_keys: Sequence[int]) -> torch.Tensor:
+    """Return which keys each query sees, given both numbers of each sequence, aligned bottom-right."""
+    pairs = zip(num_queries, num_keys, strict=True)
+    return torch.block_diag(*(torch.ones(q, k).tril(k - q) for q, k in pairs)).bool()
+
+
 def reference(
     lengths: Sequence[int], q_LNH: torch.Tensor, k_LJH: torch.Tensor, v_LJH: torch.Tensor
 ) -> torch.Tensor:
     """Return the causal attention of a whole row, by a mask over all pairs of its tokens."""
-    sequence_L = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q_LNH.device)
-    place_L = torch.arange(len(q_LNH), device=q_LNH.device)
-    is_seen_LL = (sequence_L[:, None] == sequence_L) & (place_L[:, None] >= place_L)
-    return masked_attention(q_LNH, k_LJH, v_LJH, is_seen_LL)
+    return masked_attention(q_LNH, k_LJH, v_LJH, causal_mask(lengths, lengths).to(q_LNH.device))
 
 
 def stand_in(
@@ -145,18 +145,10 @@ def stand_in(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Replace the kernel without a GPU, sequence by sequence, with its mask aligned bottom-right."""
+    """Replace the kernel without a GPU."""
     assert window_size == (-1, 0)
-    outputs = []
-    ends_q, ends_k = cu_seq_q.tolist(), cu_seq_k.tolist()
-    for index in range(len(ends_q) - 1):
-        queries = slice(ends_q[index], ends_q[index + 1])
-        keys = slice(ends_k[index], ends_k[index + 1])
-        num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
-        assert num_queries <= max_q and num_keys <= max_k
-        is_seen = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
-        outputs.append(masked_attention(query[queries], key[keys], value[keys], is_seen))
-    return torch.cat(outputs).to(query.dtype)
+    is_seen_QL = causal_mask(cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist())
+    return masked_attention(query, key, value, is_seen_QL).to(query.dtype)
 
 
 def find_kernel(device: Device, report: Report) -> Kernel:
@@ -169,11 +161,7 @@ def find_kernel(device: Device, report: Report) -> Kernel:
 
     # As for the trainer's models: FlashAttention 2, unless 3 or 4 is activated.
     current = getattr(attention, "current_flash_attention_impl", lambda: "not known")
-    report.put(
-        kernel=f"varlen_attn{inspect.signature(varlen_attn)}",
-        active_flash_attention=str(current()),
-        has_flash_attention_3=importlib.util.find_spec("flash_attn_interface") is not None,
-    )
+    report.put(kernel=f"varlen_attn{inspect.signature(varlen_attn)}", active_flash_attention=str(current()))
     return varlen_attn
 
 
@@ -187,9 +175,6 @@ def varlen_attention(device: Device, report: Report) -> None:
         for scale in (1.0, 6.0):
             with report.case(f"row_{number}_scale_{scale:g}"):
                 _hold_against_reference(device, report, kernel, sizes, lengths, number, scale)
-    for lengths in sizes.timed_rows:
-        with report.case(f"time_{len(lengths)}x{lengths[0]}"):
-            _time_attention(device, report, kernel, sizes, lengths)
 
 
 def _find_alignment(device: Device, report: Report, kernel: Kernel) -> None:
@@ -241,33 +226,9 @@ def _hold_against_reference(
             outputs.append(attend(kernel, part, q[start : start + width], k, v))
         found = torch.cat(outputs)
         grads = torch.autograd.grad(found, leaves, grad)
-        errors = relative_errors("oqkv", (found, *grads), (expected, *expected_grads))
-        name = f"{kind}_{number}_scale_{scale:g}"
-        report.put(name, relative_errors=errors)
-        report.check(name, max(errors.values()) < TOLERANCE)
-
-
-def _time_attention(
-    device: Device, report: Report, kernel: Kernel, sizes: AttentionSizes, lengths: Sequence[int]
-) -> None:
-    """Time forward and backward pass of the row, and of its last part, which has the most pairs."""
-    length = sum(lengths)
-    leaves = _leaves(device, sizes, length, 1.0)
-    q, k, v = leaves
-    grad = torch.randn_like(q)
-    for kind, start in (("row", 0), ("last_part", length - length // sizes.num_parts)):
-        part = part_of(lengths, start=start, stop=length)
-
-        queries = slice(part.start, part.stop)
-        forward = partial(attend, kernel, part, q[queries], k, v)
-        # Two products forward and five backward for each pair of a query and a key that it sees.
-        pairs = sum(
-            queries * (keys - queries) + queries * (queries + 1) / 2
-            for queries, keys in zip(part.num_queries, part.num_keys, strict=True)
+        report.compare(
+            f"{kind}_{number}_scale_{scale:g}", "oqkv", (found, *grads), (expected, *expected_grads)
         )
-        flops = 4 * sizes.num_heads * sizes.head_size * pairs
-        name = f"{kind}_{len(lengths)}x{lengths[0]}"
-        device.time_passes(report, name, forward, leaves, grad[queries], flops=flops, backward_ratio=2.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,11 +286,9 @@ def _hold_against_loop(
     grad = device.randn(*expected.shape)
     expected_grads = torch.autograd.grad(expected, (x, weight), grad.float())
     found = _grouped(x, weight, groups)
-    report.check(f"{name}_forward", relative_error(found, expected) < TOLERANCE)
+    report.compare(f"{name}_forward", ["out"], [found], [expected])
     grads = torch.autograd.grad(found, (x, weight), grad)
-    errors = relative_errors(("out", "x", "weight"), (found, *grads), (expected, *expected_grads))
-    report.put(name, relative_errors=errors)
-    report.check(f"{name}_backward", max(errors.values()) < TOLERANCE)
+    report.compare(f"{name}_backward", ("x", "weight"), grads, expected_grads)
     is_empty = torch.tensor([size == 0 for size in groups])
     # The kernel has to zero memory to which no token writes.
     report.check(f"{name}_gradient_is_zero_without_tokens", not bool(grads[1].cpu()[is_empty].any()))
@@ -345,10 +304,12 @@ def _time_grouped(device: Device, report: Report, sizes: GroupedSizes) -> None:
     grad = device.randn(sizes.timed_tokens, sizes.outer)
     flops = 2 * sizes.timed_tokens * sizes.inner * sizes.outer
     report.put(num_groups=sizes.timed_groups, num_tokens=sizes.timed_tokens, largest_group=max(groups))
-    for name, product in (("grouped", _grouped), ("loop", _loop)):
-        with report.case(name):
-            forward = partial(product, x, weight, groups)
-            device.time_passes(report, name, forward, (x, weight), grad, flops=flops, backward_ratio=2.0)
+    forward = partial(_grouped, x, weight, groups)
+    forward_s = device.time_s(forward)
+    both_s = device.time_s(lambda: torch.autograd.grad(forward(), (x, weight), grad))
+    report.put(forward_ms=1e3 * forward_s, forward_tflops=flops / forward_s / 1e12)
+    # Two products backward for each one forward.
+    report.put(both_ms=1e3 * both_s, both_tflops=3 * flops / both_s / 1e12)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,7 +340,6 @@ def kept_logprobs(device: Device, report: Report) -> None:
     hidden = device.randn(sizes.num_tokens, sizes.dim)
     weight = device.randn(sizes.vocab_size, sizes.dim) * 0.02
     leaves = (hidden.requires_grad_(), weight.requires_grad_())
-    report.put(whole_logits_float32_gib=4 * sizes.num_tokens * sizes.vocab_size / 2**30)
     for width in sizes.widths:
         with report.case(f"kept_{width}"):
             tokens, offsets, ids = _kept_sets(device, sizes, width)
@@ -402,17 +362,6 @@ def kept_logprobs(device: Device, report: Report) -> None:
             error = float((found.logprobs_T - expected).abs().max())
             report.put(f"kept_{width}", error_nats=error)
             report.check(f"kept_{width}_logprobs", error < LOGPROB_TOLERANCE)
-    with report.case("all_logits_at_once"):
-        # Logits in the weights' dtype and in float32, their log-probabilities, and gradients of all three.
-        device.require_bytes(16 * sizes.num_tokens * sizes.vocab_size)
-        tokens = _kept_sets(device, sizes, 0)[0]
-
-        def at_once() -> None:
-            logprobs = (hidden @ weight.T).float().log_softmax(-1).gather(-1, tokens.long()[:, None])
-            torch.autograd.grad(logprobs.sum(), leaves)
-
-        both_s = device.time_s(at_once, repeats=1)
-        report.put("at_once", both_ms=1e3 * both_s, peak_gib=device.measure_peak(at_once))
 
 
 def _kept_sets(

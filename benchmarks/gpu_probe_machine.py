@@ -7,7 +7,6 @@ weights that change under a CUDA graph, checkpoints.
 import importlib.metadata
 import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
@@ -20,29 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from gpu_probe_common import (
-    GB,
-    SHARED_MEMORY,
-    Device,
-    Report,
-    Skipped,
-    free_host_bytes,
-    open_trainer_package,
-)
+from gpu_probe_common import GB, SHARED_MEMORY, Device, Report, Skipped, free_host_bytes, open_trainer_package
 
-PACKAGES = (
-    "torch",
-    "torchtitan",
-    "vllm",
-    "torchmonarch",
-    "triton",
-    "transformers",
-    "pydantic",
-    "xxhash",
-    "numpy",
-    "flash-attn-3",
-    "flash-attn-4",
-)
 DRIVER_QUERIES = (
     "name,driver_version,memory.total",
     "pcie.link.gen.max,pcie.link.width.max,mig.mode.current,ecc.mode.current,compute_mode,power.limit",
@@ -71,9 +49,7 @@ def machine(device: Device, report: Report) -> None:
         num_cores=len(os.sched_getaffinity(0)),
         free_host_gib=free_host_bytes() / 2**30,
         free_shared_memory_gib=shutil.disk_usage(SHARED_MEMORY).free / 2**30,
-        locked_memory_limit=_limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
-        open_files_limit=_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
-        packages={name: _version(name) for name in PACKAGES},
+        packages={one.name: one.version for one in importlib.metadata.distributions()},
     )
     if device.is_gpu:
         with report.case("gpu"):
@@ -103,17 +79,6 @@ def _processor() -> str:
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _describe_gpu(report: Report) -> None:
@@ -265,18 +230,8 @@ def _stage(device: Device, report: Report, shards: Sequence[torch.Tensor], num_b
         shutil.rmtree(folder)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwapSizes:
-    """Square bfloat16 matrices that multiply a batch in turn, and small tensors, whose copies show fixed
-    costs."""
-
-    width: int = 4096
-    batch: int = 16
-    max_bytes: int = 8 * 2**30
-    num_small: int = 2048
-
-
-SWAP = {"cuda": SwapSizes(), "cpu": SwapSizes(width=64, batch=4, max_bytes=2**16, num_small=8)}
+BATCH = 16
+"""Rows that square matrices multiply in turn, to see which version of them was used."""
 
 
 def capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
@@ -300,7 +255,7 @@ def swap(device: Device, report: Report) -> None:
     """Copy new weights between two replays of one graph, from the host and from the device."""
     if not device.is_gpu:
         raise Skipped("needs CUDA: there are no graphs without it")
-    sizes = SWAP[device.kind]
+    sizes = MACHINE[device.kind]
     # Matrices are on the device twice, once more while they are made, and on the host once.
     room = min(sizes.max_bytes, device.free_bytes() // 4, free_host_bytes() // 4)
     num_bytes = DTYPE.itemsize * sizes.width**2
@@ -317,11 +272,9 @@ def swap(device: Device, report: Report) -> None:
             y = y @ matrix
         return y
 
-    x = device.randn(sizes.batch, sizes.width)
+    x = device.randn(BATCH, sizes.width)
     weights, shadow = make(), make()
-    start_s = time.perf_counter()
     host_shadow = [torch.empty(sizes.width, sizes.width, dtype=DTYPE, pin_memory=True) for _ in shadow]
-    report.put(host_shadow_allocation_s=time.perf_counter() - start_s)
     for on_host, matrix in zip(host_shadow, shadow, strict=True):
         on_host.copy_(matrix)
     first, second = apply(weights).clone(), apply(shadow).clone()
@@ -356,15 +309,6 @@ def swap(device: Device, report: Report) -> None:
     del first_weights
     with report.case("upload_beside_replays"):
         _upload_beside_replays(device, report, replay, shadow, host_shadow)
-    with report.case("small_copies"):
-        small = [torch.zeros(64, dtype=DTYPE, device=device.kind) for _ in range(sizes.num_small)]
-        on_host = torch.zeros(sizes.num_small, 64, dtype=DTYPE, pin_memory=True).unbind()
-
-        def copy_small() -> None:
-            for one, source in zip(small, on_host, strict=True):
-                one.copy_(source, non_blocking=True)
-
-        report.put(small_copy_us=1e6 * device.time_s(copy_small) / sizes.num_small)
 
 
 def _check_output(report: Report, name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -383,7 +327,6 @@ def _upload_beside_replays(
 ) -> None:
     """Copy weights from the host into the shadow on another stream while the graph is replayed."""
     stream = torch.cuda.Stream()
-    num_bytes = sum(matrix.nbytes for matrix in shadow)
 
     def upload() -> None:
         stream.wait_stream(torch.cuda.current_stream())
@@ -391,41 +334,17 @@ def _upload_beside_replays(
             for matrix, source in zip(shadow, host_shadow, strict=True):
                 matrix.copy_(source, non_blocking=True)
 
-    upload_s = device.time_s(upload, repeats=3)
-    replay_s = device.time_s(replay)
-    num_replays = max(1, round(upload_s / replay_s))
-
-    def replay_often() -> None:
-        for _ in range(num_replays):
-            replay()
-
-    def begin_upload() -> Callable[[], None]:
+    def begin() -> Callable[[], None]:
         upload()
         return device.synchronize
 
-    replays_beside_s, both_s = device.time_beside_s(begin_upload, replay_often)
-    report.put(
-        upload_gb_per_s=num_bytes / GB / upload_s,
-        num_replays=num_replays,
-        replays_alone_s=device.time_s(replay_often, repeats=2),
-        replays_beside_upload_s=replays_beside_s,
-        upload_and_replays_s=both_s,
-    )
+    upload_s = device.time_s(upload, repeats=3)
+    report.put(upload_gb_per_s=sum(matrix.nbytes for matrix in shadow) / GB / upload_s)
+    device.time_beside(report, "replays", begin, upload_s, replay)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSizes:
-    """A float32 state of equal tensors, and the width of the products beside its copy."""
-
-    tensor_elements: int = 2**26
-    max_bytes: int = 8 * 2**30
-    width: int = 8192
-
-
-CHECKPOINT = {
-    "cuda": CheckpointSizes(),
-    "cpu": CheckpointSizes(tensor_elements=2**12, max_bytes=2**16, width=64),
-}
+NUM_TENSORS = 16
+"""Number of equal tensors in the state of a checkpoint."""
 
 
 def checkpoint_copies(device: Device, report: Report) -> None:
@@ -433,11 +352,11 @@ def checkpoint_copies(device: Device, report: Report) -> None:
     open_trainer_package(device, report)
     from forgeasync.trainer import HostCopies
 
-    sizes = CHECKPOINT[device.kind]
+    sizes = MACHINE[device.kind]
     # Page-locked memory comes in powers of two.
     room = min(sizes.max_bytes, device.free_bytes() // 4, free_host_bytes() // 4)
-    num_tensors = max(2, room // (4 * sizes.tensor_elements))
-    state = {f"w{i}": device.randn(sizes.tensor_elements, dtype=torch.float32) for i in range(num_tensors)}
+    shape = (room // (4 * NUM_TENSORS),)
+    state = {f"w{i}": device.randn(*shape, dtype=torch.float32) for i in range(NUM_TENSORS)}
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     report.put(state_gb=num_bytes / GB)
     copies = HostCopies()
@@ -447,36 +366,18 @@ def checkpoint_copies(device: Device, report: Report) -> None:
     report.put(first_copy_s=time.perf_counter() - start_s)
     copy_s = device.time_s(lambda: copies.copy(state, copies.now()), repeats=3)
     report.put(copy_alone_s=copy_s, copy_gb_per_s=num_bytes / GB / copy_s)
-    with report.case("pageable"):
-        pageable_s = device.time_s(lambda: [one.to("cpu", copy=True) for one in state.values()], repeats=1)
-        report.put(pageable_copy_s=pageable_s, pageable_gb_per_s=num_bytes / GB / pageable_s)
     a = device.randn(sizes.width, sizes.width)
     product = torch.empty_like(a)
-    product_s = device.time_s(lambda: torch.matmul(a, a, out=product))
-    num_products = max(1, min(10_000, round(copy_s / product_s)))
-
-    def multiply() -> None:
-        for _ in range(num_products):
-            torch.matmul(a, a, out=product)
-
-    products_s = device.time_s(multiply, repeats=3)
-    report.put(
-        num_products=num_products,
-        products_alone_s=products_s,
-        tflops=2e-12 * sizes.width**3 * num_products / products_s,
-    )
     for tensor in state.values():
         tensor.add_(1.0)
     copied: list[Future[dict[str, torch.Tensor]]] = []
     with ThreadPoolExecutor(1) as thread:
 
-        def begin_copy() -> Callable[[], object]:
+        def begin() -> Callable[[], object]:
             copied.append(thread.submit(copies.copy, state, copies.now()))
             return copied[0].result
 
-        beside_s, both_s = device.time_beside_s(begin_copy, multiply)
-    report.put(products_beside_copy_s=beside_s, both_s=both_s)
-    report.put(overlapped_share=(copy_s + products_s - both_s) / min(copy_s, products_s))
+        device.time_beside(report, "products", begin, copy_s, lambda: torch.matmul(a, a, out=product))
     found = copied[0].result()
     is_equal = all(torch.equal(found[name], tensor.cpu()) for name, tensor in state.items())
     report.check("copies_are_right", is_equal)

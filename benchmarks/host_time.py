@@ -25,9 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, machine_facts, write_json
-from rich.console import Console
-from rich.table import Table
+from common import RESULTS, machine_facts, print_table, write_json
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
@@ -153,10 +151,12 @@ def use_instant_executor() -> None:
     AsyncEngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
 
 
-async def start_ours(
-    model: Path, section: GeneratorSection
-) -> tuple[Callable[[int, int], Awaitable[Any]], Any]:
-    """Start our engine; return a function that samples (sequences, tokens), and the engine."""
+Sample = Callable[[int, int], Awaitable[Any]]
+"""Samples a number of sequences with a number of tokens each."""
+
+
+async def start_ours(model: Path, section: GeneratorSection) -> tuple[Sample, Any]:
+    """Start our engine; return a function that samples, and the engine."""
     engine = await GeneratorEngine.start(
         model_path=model,
         generator=section,
@@ -183,9 +183,7 @@ async def start_ours(
     return sample, engine
 
 
-async def start_theirs(
-    model: Path, section: GeneratorSection
-) -> tuple[Callable[[int, int], Awaitable[Any]], Any]:
+async def start_theirs(model: Path, section: GeneratorSection) -> tuple[Sample, Any]:
     """Start vLLM's engine; as ``start_ours``."""
     arguments = AsyncEngineArgs(
         model=str(model),
@@ -217,7 +215,7 @@ async def start_theirs(
     return sample, llm
 
 
-async def measure(sample: Callable[[int, int], Awaitable[Any]], num_sequences: int) -> float:
+async def measure(sample: Sample, num_sequences: int) -> float:
     """Return milliseconds of a decode step."""
     times_s = []
     for num_tokens in (SHORT, LONG):
@@ -245,16 +243,13 @@ async def compare(sizes: list[int], num_rounds: int, model: Path) -> list[dict[s
                 found.setdefault((name, size), []).append(await measure(engines[name][0], size))
     for _, engine in engines.values():
         engine.shutdown()
-    return [
-        {"num_sequences": size}
-        | {f"{name}_ms": statistics.median(found[name, size]) for name in engines}
-        | {
-            "ratio": statistics.median(
-                a / b for a, b in zip(found["ours", size], found["vllm", size], strict=True)
-            )
-        }
-        for size in sizes
-    ]
+    rows = []
+    for size in sizes:
+        ours, vllm = found["ours", size], found["vllm", size]
+        ratio = statistics.median(a / b for a, b in zip(ours, vllm, strict=True))
+        times_ms = {"ours_ms": statistics.median(ours), "vllm_ms": statistics.median(vllm)}
+        rows.append({"num_sequences": size, **times_ms, "ratio": ratio})
+    return rows
 
 
 def main() -> None:
@@ -266,30 +261,20 @@ def main() -> None:
     arguments = parser.parse_args()
     use_instant_executor()
     with tempfile.TemporaryDirectory() as folder:
-        model = write_tiny_model(Path(folder) / "model")
+        model = write_tiny_model(Path(folder) / "model", num_experts=NUM_EXPERTS, top_k=TOP_K_EXPERTS)
         path = model / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
-        config |= {
-            "num_hidden_layers": NUM_LAYERS,
-            "num_experts": NUM_EXPERTS,
-            "num_experts_per_tok": TOP_K_EXPERTS,
-            "max_position_embeddings": 4096,
-        }
+        config |= {"num_hidden_layers": NUM_LAYERS, "max_position_embeddings": 4096}
         path.write_text(json.dumps(config), encoding="utf-8")
-        rows = asyncio.run(
-            compare([int(one) for one in arguments.sequences.split(",")], arguments.rounds, model)
-        )
-    table = Table(title="host time of a decode step")
-    for column in ("sequences", "ours", "vLLM", "ratio"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            str(row["num_sequences"]),
-            f"{row['ours_ms']:.2f} ms",
-            f"{row['vllm_ms']:.2f} ms",
-            f"{row['ratio']:.2f}",
-        )
-    Console(width=100).print(table)
+        sizes = [int(one) for one in arguments.sequences.split(",")]
+        rows = asyncio.run(compare(sizes, arguments.rounds, model))
+    cells = ("{num_sequences}", "{ours_ms:.2f} ms", "{vllm_ms:.2f} ms", "{ratio:.2f}")
+    print_table(
+        "host time of a decode step",
+        ("sequences", "ours", "vLLM", "ratio"),
+        ([cell.format(**row) for cell in cells] for row in rows),
+        num_names=0,
+    )
     write_json(arguments.out, {"machine": machine_facts(), "steps": rows})
 
 

@@ -10,21 +10,20 @@ cut short is. Overrides on the command line hold for all variants. Writes to DIR
 
 - learning.png: held-out accuracy against optimizer steps and against minutes, or sampled tokens, mean and
   range over seeds;
-- learning.md: a table with a row for each variant, and one with the accuracy at each step that evaluated and
-  the tokens that were sampled by then;
-- learning.json: the same numbers, and those of each run.
+- learning.md: a table with a row for each variant: ages, the accuracy at each step that evaluated, and the
+  tokens that were sampled by then;
+- learning.json: the numbers of each run. Its metrics.jsonl has all others.
 """
 
 import argparse
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import accumulate, cycle
 from pathlib import Path
-from typing import Any
 
 from common import CONFIG, REPOSITORY, RESULTS, machine_facts, run_app, write_json
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -35,8 +34,6 @@ from forgeasync.files import read_json_lines
 CONFIGS = CONFIG.parent
 OVERRIDES_FILE = "overrides.txt"
 """In a run's folder: the overrides of its start."""
-NUM_LAST_STEPS = 20
-"""Number of steps at the end of a run over which its reward is averaged."""
 COLORS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 """Okabe's and Ito's colors for the color-blind, without yellow, which is too light on white."""
 LINES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
@@ -144,33 +141,21 @@ def ensure_run(variant: Variant, seed: int, num_steps: int, folder: Path, extra:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """The numbers of one run. None if its metrics lack them.
+    """The numbers of one run.
 
     Attributes:
         accuracy_by_step: Held-out accuracy after each step that evaluated; 0 is before training.
         minutes: Time at the end of each step, evaluations included.
         tokens: Response tokens that were trained on by the end of each step, without dropped groups.
-        last_reward: Mean of the last ``NUM_LAST_STEPS``.
-        steps_per_s: Without evaluations.
-        num_dropped: Number of dropped groups.
+        age_mean: Mean of the steps' mean ages.
     """
 
     seed: int
     accuracy_by_step: dict[int, float]
     minutes: dict[int, float]
     tokens: dict[int, float]
-    last_reward: float
-    steps_per_s: float
     age_mean: float
     age_max: float
-    clip_share: float | None
-    effective_sample_share: float | None
-    num_dropped: int
-
-    @property
-    def accuracy(self) -> float:
-        """Held-out accuracy after the last evaluation."""
-        return self.accuracy_by_step[max(self.accuracy_by_step)]
 
     def at(self, step: int, axis: Against) -> float:
         """Return the place of a step on an axis."""
@@ -194,35 +179,9 @@ def run_result(run_dir: Path, seed: int) -> RunResult:
         accuracy_by_step={line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line},
         minutes=dict(zip(numbers, [0.0, *(line["time/elapsed_s"] / 60.0 for line in steps)], strict=True)),
         tokens=dict(zip(numbers, accumulate(trained, initial=0.0), strict=True)),
-        last_reward=statistics.fmean(line["reward/mean"] for line in steps[-NUM_LAST_STEPS:]),
-        steps_per_s=len(steps) / sum(line["time/step_s"] - line["time/eval_s"] for line in steps),
         age_mean=statistics.fmean(line["off_policy/age_mean"] for line in steps),
         age_max=max(line["off_policy/age_max"] for line in steps),
-        clip_share=mean_of_known(line.get("objective/clipped_share") for line in steps),
-        effective_sample_share=mean_of_known(line.get("correction/effective_sample_share") for line in steps),
-        num_dropped=sum(count for line in steps for key, count in line.items() if key.startswith("dropped/")),
     )
-
-
-def mean_of_known(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are not None; None without any."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
-
-
-MEANS = ("last_reward", "steps_per_s", "age_mean", "clip_share", "effective_sample_share", "num_dropped")
-
-
-def summary(runs: Sequence[RunResult]) -> dict[str, Any]:
-    """Summarize a variant over its seeds: means, the range of accuracies, the largest age."""
-    accuracies = [run.accuracy for run in runs]
-    return {
-        "accuracy": statistics.fmean(accuracies),
-        "accuracy_low": min(accuracies),
-        "accuracy_high": max(accuracies),
-        "age_max": max(run.age_max for run in runs),
-        **{name: mean_of_known(getattr(run, name) for run in runs) for name in MEANS},
-    }
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -230,29 +189,6 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     header, *others = rows
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *others]
     return "".join(f"| {' | '.join(row)} |\n" for row in lines)
-
-
-def markdown_table(results: Results) -> str:
-    """Return a table with a row for each variant."""
-
-    def share(value: float | None) -> str:
-        return "–" if value is None else f"{value:.2%}"
-
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "held-out accuracy (range)": lambda one: (
-            "{accuracy:.3f} ({accuracy_low:.3f} to {accuracy_high:.3f})".format(**one)
-        ),
-        f"reward, last {NUM_LAST_STEPS} steps": lambda one: f"{one['last_reward']:.3f}",
-        "steps/s": lambda one: f"{one['steps_per_s']:.3f}",
-        "age mean / max": lambda one: f"{one['age_mean']:.2f} / {one['age_max']:.0f}",
-        "clipped": lambda one: share(one["clip_share"]),
-        "effective samples": lambda one: share(one["effective_sample_share"]),
-        "dropped groups": lambda one: f"{one['num_dropped']:.0f}",
-    }
-    rows = [["variant", "seeds", *columns]]
-    for name, runs in results.items():
-        rows.append([name, str(len(runs)), *(cell(summary(runs)) for cell in columns.values())])
-    return markdown(rows)
 
 
 def common_steps(runs: Iterable[RunResult]) -> list[int]:
@@ -267,12 +203,13 @@ def accuracies_at(runs: Sequence[RunResult], step: int) -> tuple[float, float, f
 
 
 def accuracy_table(results: Results) -> str:
-    """Return a table with a row for each variant: accuracies over seeds, and the tokens that were sampled by
-    then."""
+    """Return a table with a row for each variant: ages, accuracies over seeds, and the tokens that were
+    sampled by then."""
     steps = common_steps(run for runs in results.values() for run in runs)
-    rows = [["held-out accuracy after", *(f"{step} steps" for step in steps)]]
+    rows = [["held-out accuracy after", "seeds", "age mean / max", *(f"{step} steps" for step in steps)]]
     for name, runs in results.items():
-        cells = [name]
+        age_mean = statistics.fmean(run.age_mean for run in runs)
+        cells = [name, str(len(runs)), f"{age_mean:.2f} / {max(run.age_max for run in runs):.0f}"]
         for step in steps:
             mean, low, high = accuracies_at(runs, step)
             tokens = statistics.fmean(run.tokens[step] for run in runs)
@@ -308,10 +245,10 @@ def plot_variants(results: Results, out: Path, against: tuple[Against, Against])
 
 
 def write_report(results: Results, folder: Path, arguments: argparse.Namespace) -> None:
-    """Write the plot, the tables and the JSON to ``folder``, and print the tables."""
+    """Write the plot, the table and the JSON to ``folder``, and print the table."""
     variants, against = COMPARISONS[arguments.compare]
     plot_variants(results, folder / "learning.png", against)
-    table = f"{markdown_table(results)}\n{accuracy_table(results)}"
+    table = accuracy_table(results)
     (folder / "learning.md").write_text(table, encoding="utf-8")
     content = {
         "machine": machine_facts(),
@@ -319,10 +256,7 @@ def write_report(results: Results, folder: Path, arguments: argparse.Namespace) 
         "steps": arguments.steps,
         "overrides": {variant.name: variant.overrides for variant in variants},
         "overrides_of_all": arguments.overrides,
-        "variants": [
-            {"name": name, "summary": summary(runs), "runs": [asdict(run) for run in runs]}
-            for name, runs in results.items()
-        ],
+        "variants": [{"name": name, "runs": [asdict(run) for run in runs]} for name, runs in results.items()],
     }
     write_json(folder / "learning.json", content)
     print(f"{table}\nwrote {folder}/learning.png, .md and .json")

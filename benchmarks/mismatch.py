@@ -31,9 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import REPOSITORY, RESULTS, machine_facts, write_json
-from rich.console import Console
-from rich.table import Table
+from common import REPOSITORY, RESULTS, machine_facts, print_table, write_json
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
@@ -248,22 +246,12 @@ def measure(model: Path, num_groups: int) -> list[dict[str, Any]]:
     return lines
 
 
-def results_table(lines: Sequence[dict[str, Any]]) -> Table:
-    """Return a table with a row for each setting and replay."""
-    table = Table("setting", "replayed", title="abs(trainer logprob - generator logprob)")
-    for column in ("mean", "max", "KL", "other experts", "gradient cosine"):
-        table.add_column(column, justify="right")
-    for line in lines:
-        share = line["disagreement_share"]
-        table.add_row(
-            line["setting"],
-            line["replayed"],
-            *(f"{line[key]:.1e}" for key in ("abs_mean", "abs_max", "kl")),
-            "" if share is None else f"{share:.2%}",
-            f"{line['gradient_cosine']:.5f}",
-            end_section=line["replayed"] == "both",
-        )
-    return table
+def cells(line: dict[str, Any]) -> list[str]:
+    """Return a row of the table."""
+    share = line["disagreement_share"]
+    numbers = [f"{line[key]:.1e}" for key in ("abs_mean", "abs_max", "kl")]
+    numbers += ["" if share is None else f"{share:.2%}", f"{line['gradient_cosine']:.5f}"]
+    return [line["setting"], line["replayed"], *numbers]
 
 
 def main() -> None:
@@ -277,7 +265,12 @@ def main() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     lines = measure(arguments.model, arguments.groups)
     dist.destroy_process_group()
-    Console(width=110).print(results_table(lines))
+    print_table(
+        "abs(trainer logprob - generator logprob)",
+        ("setting", "replayed", "mean", "max", "KL", "other experts", "gradient cosine"),
+        map(cells, lines),
+        num_names=2,
+    )
     write_json(arguments.out, {"machine": machine_facts(), "rows": lines})
 
 

@@ -19,13 +19,10 @@ import argparse
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from common import CONFIG, RESULTS, machine_facts, run_app, write_json
-from rich.console import Console
-from rich.table import Table
+from common import CONFIG, RESULTS, machine_facts, print_table, run_app, write_json
 
 from forgeasync.config import load_config, resolve
 from forgeasync.files import read_json_lines
@@ -53,23 +50,8 @@ QUIET = (
 NUM_SEEDS = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """Predicted or measured figures of a case."""
-
-    step_s: float
-    trained_tokens_per_s: float
-    trainer_idle_share: float
-    generators_idle_share: float
-    mean_age: float
-
-    @classmethod
-    def mean_of(cls, several: Sequence[Any]) -> "Figures":
-        """Return the mean of each figure."""
-        return cls(
-            **{one.name: statistics.fmean(getattr(each, one.name) for each in several) for one in fields(cls)}
-        )
-
+Figures = Mapping[str, float]
+"""Predicted or measured figures of a run, by the keys of ``COLUMNS``."""
 
 COLUMNS = {
     "step_s": ("s a step", "{:.2f}", "{:.0%}"),
@@ -83,13 +65,13 @@ RELATIVE = ("step_s", "trained_tokens_per_s")
 """Figures whose errors are shares of the measured value. Others are differences."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """Figures of a run, measured, and predicted with its own profile and with that of the first run."""
+Case = Mapping[str, Figures]
+"""Figures of a run, "measured", and predicted with its "own" profile and with that of the "first" run."""
 
-    measured: Figures
-    own: Figures
-    first: Figures
+
+def means(several: Sequence[Figures]) -> Figures:
+    """Return the mean of each figure."""
+    return {key: statistics.fmean(one[key] for one in several) for key in COLUMNS}
 
 
 def measured(lines: Sequence[Mapping[str, Any]], run: SimulatedRun) -> Figures:
@@ -104,7 +86,7 @@ def measured(lines: Sequence[Mapping[str, Any]], run: SimulatedRun) -> Figures:
     counted = [line for line in steps if line["step"] - 1 in steady]
     tokens = [line["throughput/train_tokens_per_s"] * line["time/step_s"] for line in counted]
     ages = [line["off_policy/age_mean"] for line in counted]
-    return Figures(
+    return dict(
         step_s=found.step_s,
         trained_tokens_per_s=found.trained_tokens_per_s,
         trainer_idle_share=found.wait_share,
@@ -113,7 +95,7 @@ def measured(lines: Sequence[Mapping[str, Any]], run: SimulatedRun) -> Figures:
     )
 
 
-def run_round(arguments: argparse.Namespace, number: int, console: Console) -> dict[str, Case]:
+def run_round(arguments: argparse.Namespace, number: int) -> dict[str, Case]:
     """Run and simulate each case."""
     cases = {}
     for setup, (overrides, bounds) in SETUPS.items():
@@ -130,45 +112,40 @@ def run_round(arguments: argparse.Namespace, number: int, console: Console) -> d
             config = load_config([str(arguments.config)], settings)
             facts = read_model_facts(config.model.path)
             run = of_config(resolve(config, facts), facts, own, num_steps=arguments.steps)
-            with_own, with_first = (
-                Figures.mean_of(simulate_seeds(run, profile, num_seeds=NUM_SEEDS)) for profile in (own, first)
-            )
-            real = measured(read_json_lines(run_dir / "metrics.jsonl"), run)
-            case = cases[name] = Case(measured=real, own=with_own, first=with_first)
-            console.print(f"{name}: {case.own.step_s:.2f} s a step predicted, {real.step_s:.2f} measured")
+            case = {"measured": measured(read_json_lines(run_dir / "metrics.jsonl"), run)}
+            for kind, profile in (("own", own), ("first", first)):
+                simulated = simulate_seeds(run, profile, num_seeds=NUM_SEEDS)
+                case[kind] = means([{key: getattr(one, key) for key in COLUMNS} for one in simulated])
+            predicted_s, measured_s = (case[kind]["step_s"] for kind in ("own", "measured"))
+            print(f"{name}: {predicted_s:.2f} s a step predicted, {measured_s:.2f} measured", flush=True)
+            cases[name] = case
     return cases
 
 
-def results(rounds: Sequence[Mapping[str, Case]], *, title: str) -> Table:
-    """Return a table with a row for each case, means over rounds of predicted / measured, and one of
-    errors."""
-    table = Table("case", title=f"{title}: predicted / measured", caption="errors: median, worst")
-    for column, _, _ in COLUMNS.values():
-        table.add_column(column, justify="right")
-    table.add_column("first run's profile", justify="right")
+def print_results(rounds: Sequence[Mapping[str, Case]]) -> None:
+    """Print a row for each case, and one of errors."""
+    rows = []
     errors: dict[str, list[float]] = {key: [] for key in (*COLUMNS, "first")}
     for name in rounds[0]:
         real, own, first = (
-            Figures.mean_of([getattr(one[name], part) for one in rounds])
-            for part in ("measured", "own", "first")
+            means([one[name][kind] for one in rounds]) for kind in ("measured", "own", "first")
         )
         cells = []
         for key, (_, form, _) in COLUMNS.items():
-            value, wanted = getattr(own, key), getattr(real, key)
+            value, wanted = own[key], real[key]
             cells.append(f"{form.format(value)} / {form.format(wanted)}")
             errors[key].append(abs(value - wanted) / (wanted if key in RELATIVE else 1.0))
-        errors["first"].append(abs(first.step_s / real.step_s - 1.0))
-        table.add_row(name, *cells, f"{first.step_s:.2f}")
-    table.add_section()
+        errors["first"].append(abs(first["step_s"] / real["step_s"] - 1.0))
+        rows.append([name, *cells, f"{first['step_s']:.2f}"])
     forms = [*(form for _, _, form in COLUMNS.values()), "{:.0%}"]
-    table.add_row(
-        "error",
-        *(
-            f"{form.format(statistics.median(found))}, {form.format(max(found))}"
-            for form, found in zip(forms, errors.values(), strict=True)
-        ),
+    pairs = zip(forms, errors.values(), strict=True)
+    worst = [f"{form.format(statistics.median(found))}, {form.format(max(found))}" for form, found in pairs]
+    titles = [column for column, _, _ in COLUMNS.values()]
+    print_table(
+        f"means of {len(rounds)} rounds: predicted / measured",
+        ("case", *titles, "first run's profile"),
+        [*rows, ["errors: median, worst", *worst]],
     )
-    return table
 
 
 def main() -> None:
@@ -179,13 +156,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=RESULTS / "simulation_validation")
     arguments = parser.parse_args()
-    console, rounds = Console(width=110), list[dict[str, Case]]()
-    for number in range(arguments.rounds):
-        rounds.append(run_round(arguments, number, console))
-        console.print(results(rounds[-1:], title=f"round {number}"))
-    if len(rounds) > 1:
-        console.print(results(rounds, title=f"means of {len(rounds)} rounds"))
-    cases = {name: [asdict(one[name]) for one in rounds] for name in rounds[0]}
+    rounds = [run_round(arguments, number) for number in range(arguments.rounds)]
+    print_results(rounds)
+    cases = {name: [one[name] for one in rounds] for name in rounds[0]}
     write_json(arguments.folder / "simulation_validation.json", {"machine": machine_facts(), "cases": cases})
 
 

@@ -23,9 +23,7 @@ from tests.support.processes import run_apart
 REPOSITORY = Path(__file__).parents[2]
 SIZES = (
     gpu_probe_kernels.ATTENTION,
-    gpu_probe_machine.CHECKPOINT,
     gpu_probe_machine.STAGING,
-    gpu_probe_machine.SWAP,
     gpu_probe_machine.MACHINE,
     gpu_probe_trainer.ADAMW,
     gpu_probe_kernels.GROUPED,
