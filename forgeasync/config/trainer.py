@@ -182,7 +182,7 @@ class TrainerSection(Section):
     """Length of a packed row in tokens; every microbatch is one row per data-parallel rank."""
     share_prefixes: bool = False
     """Compute the tokens that sequences of a row have in common at their beginning, such as the prompt of a
-    group, once. On CPUs only, and without context parallelism."""
+    group, once. Without context parallelism only."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     compile: bool = False
     """Use torch.compile for every layer."""

@@ -76,11 +76,12 @@ from .step import merge_step_results as merge_step_results
 from .step import require_finite as require_finite
 from .step import value_ranges as value_ranges
 from .step_sums import StepSums as StepSums
-from .workarounds.attention import ContextAttention as ContextAttention
+from .workarounds.attention import GatheredKeysAttention as GatheredKeysAttention
 from .workarounds.attention import PackedAttention as PackedAttention
 from .workarounds.attention import WholeRowAttention as WholeRowAttention
 from .workarounds.attention import attend as attend
 from .workarounds.attention import packed_sequences as packed_sequences
+from .workarounds.attention import tree_metadata as tree_metadata
 from .workarounds.attention import part_metadata as part_metadata
 from .workarounds.experts import TrainingDtypeExperts as TrainingDtypeExperts
 from .workarounds.rms_norm import CpuRMSNorm as CpuRMSNorm

@@ -41,12 +41,13 @@ from forgeasync.trainer.model import build_parallel_model
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.replay_router import replay, replay_routers
 from forgeasync.trainer.workarounds.attention import (
-    ContextAttention,
+    GatheredKeysAttention,
     PackedAttention,
     PackedSequences,
     PartMetadata,
     packed_sequences,
     part_metadata,
+    tree_metadata,
 )
 
 
@@ -175,9 +176,11 @@ def attention_masks(
     attention = model.config.first_attention.inner_attention
     if isinstance(attention, PackedAttention.Config):
         return packed_sequences(torch.from_numpy(row.visible_until_L), query_start=part.start)
-    assert row.num_uses_L.max(initial=0) <= 1, "checked with the config: only CPUs take trees"
+    is_whole = part == slice(0, len(row.token_ids_L))
+    if isinstance(attention, GatheredKeysAttention.Config) and is_whole:
+        return tree_metadata(row.visible_until_L)
     found = part_metadata(row.positions_L[None], start=part.start, stop=part.stop)
-    if isinstance(attention, ContextAttention.Config):
+    if isinstance(attention, GatheredKeysAttention.Config):
         return found
     # TorchTitan's own function finds the sequences on the GPU, and waits for it.
     return VarlenMetadata(found.cu_seq_q, found.cu_seq_k, found.max_q, found.max_k)

@@ -30,7 +30,7 @@ from forgeasync.models import (
 from forgeasync.trainer.logprobs import Predictions, Targets, chunked_predictions
 from forgeasync.trainer.lora import initialize_adapters, store_base_in, with_adapters
 from forgeasync.trainer.replay_router import ReplayRouter
-from forgeasync.trainer.workarounds.attention import ContextAttention, PackedAttention, WholeRowAttention
+from forgeasync.trainer.workarounds.attention import GatheredKeysAttention, PackedAttention, WholeRowAttention
 from forgeasync.trainer.workarounds.compiled_layers import prepare_compiled_layers
 from forgeasync.trainer.workarounds.experts import TrainingDtypeExperts
 from forgeasync.trainer.workarounds.low_precision_sums import (
@@ -68,15 +68,15 @@ class LogprobHead(Linear):
         )
 
 
-def titan_config(facts: ModelFacts, *, context: int = 1) -> Decoder.Config:
+def titan_config(facts: ModelFacts, *, has_whole_rows: bool = True) -> Decoder.Config:
     """Return TorchTitan's config of the family with the sizes of a Hugging Face folder.
 
-    ``context`` is the context-parallel degree, on which the attention implementation depends.
+    ``has_whole_rows`` is false with context parallelism or shared prefixes: attention depends on it.
     """
     family = FAMILIES[facts.model_type].titan()
     layers = family.layers(facts, "varlen")
     for layer in layers:
-        _adapt_layer(layer, context=context)
+        _adapt_layer(layer, has_whole_rows=has_whole_rows)
     config = family.model.Config(
         dim=facts.hidden_size,
         vocab_size=facts.vocab_size,
@@ -98,7 +98,7 @@ def titan_config(facts: ModelFacts, *, context: int = 1) -> Decoder.Config:
     return config
 
 
-def _adapt_layer(layer: TransformerBlock.Config, *, context: int) -> None:
+def _adapt_layer(layer: TransformerBlock.Config, *, has_whole_rows: bool) -> None:
     """Change a TorchTitan layer's router, experts' dtype and sums, and attention."""
     if layer.moe is not None:
         layer.moe.router.gate = as_config(Float32Gate, layer.moe.router.gate)
@@ -107,7 +107,7 @@ def _adapt_layer(layer: TransformerBlock.Config, *, context: int) -> None:
         layer.moe.routed_experts.inner_experts = as_config(TrainingDtypeExperts, experts)
         dispatcher = layer.moe.routed_experts.token_dispatcher
         layer.moe.routed_experts.token_dispatcher = as_config(SummingDispatcher, dispatcher)
-    layer.attention.inner_attention = inner_attention(DEVICE_TYPE, context=context)
+    layer.attention.inner_attention = inner_attention(DEVICE_TYPE, has_whole_rows=has_whole_rows)
 
 
 def build_meta_model(facts: ModelFacts) -> Decoder:
@@ -116,11 +116,11 @@ def build_meta_model(facts: ModelFacts) -> Decoder:
         return titan_config(facts).build()
 
 
-def inner_attention(device_type: str, *, context: int) -> Module.Config:
-    """Return the config of the attention over packed rows for a context-parallel degree."""
+def inner_attention(device_type: str, *, has_whole_rows: bool) -> Module.Config:
+    """Return the config of attention; ``has_whole_rows`` as in ``titan_config``."""
     if device_type == "cpu":
         return PackedAttention.Config()
-    return WholeRowAttention.Config() if context == 1 else ContextAttention.Config()
+    return WholeRowAttention.Config() if has_whole_rows else GatheredKeysAttention.Config()
 
 
 _CHECKPOINTING = {ActivationCheckpointing.SELECTIVE: SelectiveAC, ActivationCheckpointing.FULL: FullAC}
@@ -179,7 +179,8 @@ def build_parallel_model(
         enable_cpu_offload=section.cpu_offload,
     )
     choose_flash_attention(section.flash_attention)
-    model_config = titan_config(facts, context=section.parallel.context)
+    has_whole_rows = section.parallel.context == 1 and not section.share_prefixes
+    model_config = titan_config(facts, has_whole_rows=has_whole_rows)
     model_config.update_from_config(config=_TitanRun(parallelism=parallelism, training=training))
     head = model_config.lm_head
     if head.sharding_config is not None:

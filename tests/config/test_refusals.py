@@ -183,6 +183,8 @@ $TOPK; teachers={a: {source: live, model_path: t}}; $LORA
     => teachers.a.model_path = 't' | must be null with lora
 $TOPK; teachers={a: {model_path: t}}; launcher={kind: process}
     => launcher.kind = 'process' | must be 'local' with teachers
+trainer.share_prefixes=true; trainer.parallel={num_procs: 2, context: 2}
+    => trainer.share_prefixes = True | must be false with parallel.context above 1
 generator.colocated=sleep; max_off_policy_steps=1
     => generator.colocated = 'sleep' | must be share without launcher.share_gpu=true
 generator.colocated=sleep; max_off_policy_steps=2; launcher={kind: local, share_gpu: true}

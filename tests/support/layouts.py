@@ -122,8 +122,8 @@ def attention_of(device_type: str) -> Iterator[None]:
     """Models are built with the attention of another device; what it calls has kernels for CPUs."""
     importlib.import_module("tests.support.varlen_kernel")
 
-    def of_device(_: str, *, context: int) -> object:
-        return inner_attention(device_type, context=context)
+    def of_device(_: str, *, has_whole_rows: bool) -> object:
+        return inner_attention(device_type, has_whole_rows=has_whole_rows)
 
     with mock.patch.object(trainer_model, "inner_attention", of_device):
         yield

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from forgeasync.trainer import (
-    ContextAttention,
+    GatheredKeysAttention,
     PackedAttention,
     PackedRow,
     WholeRowAttention,
@@ -23,6 +23,7 @@ from forgeasync.trainer import (
     pack_row,
     packed_sequences,
     part_metadata,
+    tree_metadata,
 )
 from tests.support.references import (
     NUM_HEADS,
@@ -66,7 +67,7 @@ def on_cpu(inputs: Tensors, positions_BL: torch.Tensor, num_parts: int = 1) -> t
 
 def in_parts(inputs: Tensors, positions_BL: torch.Tensor, num_parts: int = 4) -> torch.Tensor:
     """The same on GPUs."""
-    attention = ContextAttention(ContextAttention.Config())
+    attention = GatheredKeysAttention(GatheredKeysAttention.Config())
     q_BLNH, k_BLNH, v_BLNH = inputs
     width = positions_BL.shape[1] // num_parts
     is_gqa, outs = k_BLNH.shape[2] != NUM_HEADS, []
@@ -131,12 +132,15 @@ def test_sequences_of_any_lengths_in_parts(lengths: list[int], num_parts: int) -
     check(lambda *inputs: in_parts(*inputs, num_parts), rows, dtype=torch.float64)
 
 
-def check_trees(row: PackedRow, dtype: torch.dtype, *, scale: float = 1.0, value_size: int = 16) -> None:
+def check_trees(
+    row: PackedRow, dtype: torch.dtype, *, is_cpu: bool = True, scale: float = 1.0, value_size: int = 16
+) -> None:
     positions_BL, visible_until_L = map(torch.from_numpy, (row.positions_L[None], row.visible_until_L))
+    kind = PackedAttention if is_cpu else GatheredKeysAttention
+    masks = packed_sequences(visible_until_L) if is_cpu else tree_metadata(row.visible_until_L)
+    options = {} if is_cpu else {"enable_gqa": True}
     check(
-        lambda inputs, _: PackedAttention(PackedAttention.Config())(
-            *inputs, attention_masks=packed_sequences(visible_until_L)
-        ),
+        lambda inputs, _: kind(kind.Config())(*inputs, attention_masks=masks, **options),
         positions_BL,
         dtype=dtype,
         scale=scale,
@@ -146,18 +150,20 @@ def check_trees(row: PackedRow, dtype: torch.dtype, *, scale: float = 1.0, value
 
 
 @given(st.lists(st.lists(st.integers(1, 2), min_size=2, max_size=40), min_size=1, max_size=12))
-def test_trees_on_cpus(sequences: list[list[int]]) -> None:
+def test_trees(sequences: list[list[int]]) -> None:
     """Of two token ids: sequences have long common beginnings, and branch many times."""
     row = pack_row([make_sequence(one[:1], one[1:]) for one in sequences], share_prefixes=True)
-    check_trees(row, torch.float64)
+    for is_cpu in (True, False):
+        check_trees(row, torch.float64, is_cpu=is_cpu)
 
 
+@pytest.mark.parametrize("is_cpu", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value_size", [16, 10])
-def test_groups_of_responses_to_a_prompt_on_cpus(dtype: torch.dtype, value_size: int) -> None:
+def test_groups_of_responses_to_a_prompt(dtype: torch.dtype, value_size: int, is_cpu: bool) -> None:
     prompts = [[number] * length for number, length in ((1, 70), (2, 3))]
     sequences = [make_sequence(one, [3 + i] * (5 + 7 * i)) for one in prompts for i in range(4)]
-    check_trees(pack_row(sequences, share_prefixes=True), dtype, value_size=value_size)
+    check_trees(pack_row(sequences, share_prefixes=True), dtype, is_cpu=is_cpu, value_size=value_size)
 
 
 def test_large_scores_of_trees_on_cpus() -> None:

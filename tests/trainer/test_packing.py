@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgeasync.config import ROW_ALIGNMENT
-from forgeasync.rollouts import NO_RECORD, KeptTokens, plan_rows
+from forgeasync.rollouts import NO_RECORD, KeptTokens, num_row_tokens, plan_rows
 from forgeasync.trainer import TrainingSequence, pack_row, pack_rows
 
 
@@ -149,6 +149,35 @@ def test_long_ones_first_into_the_emptiest_row() -> None:
     assert plan_rows([5, 9, 2, 6, 2], tokens_per_row=12, num_ranks=2) == [[[1], [3]], [[0], [2, 4]]]
     assert plan_rows([12, 12], tokens_per_row=12, num_ranks=2) == [[[0], [1]]], "full to the last token"
     assert plan_rows([], tokens_per_row=12, num_ranks=2) == [[[], []]]
+
+
+def test_sequences_with_one_prompt_are_planned_together() -> None:
+    """Three sequences with a prompt of 6 tokens take 6 + 3 + 2 + 1."""
+    prompts = [("a", 6), ("b", 2), ("a", 6), ("c", 1), ("a", 6)]
+    lengths = [8, 5, 7, 4, 9]
+    assert plan_rows(lengths, tokens_per_row=40, num_ranks=1, prompts=prompts) == [[[4, 0, 2, 1, 3]]]
+    assert num_row_tokens([4, 0, 2, 1, 3], lengths, prompts) == 6 + 3 + 2 + 1 + 5 + 4
+    # A bundle takes at most half a row.
+    assert plan_rows(lengths, tokens_per_row=20, num_ranks=1, prompts=prompts) == [[[4, 1]], [[0, 2, 3]]]
+
+
+@given(
+    items=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 40)), max_size=60),
+    tokens_per_row=st.integers(64, 256),
+    num_ranks=st.integers(1, 4),
+)
+def test_plans_with_prompts_use_every_sequence_once_and_never_overfill(
+    items: list[tuple[int, int]], tokens_per_row: int, num_ranks: int
+) -> None:
+    prompts = [(key, 3 + 5 * key) for key, _ in items]
+    lengths = [3 + 5 * key + num for key, num in items]
+    plan = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks, prompts=prompts)
+    rows = [row for microbatch in plan for row in microbatch]
+    assert sorted(index for row in rows for index in row) == list(range(len(items)))
+    assert all(len(microbatch) == num_ranks for microbatch in plan)
+    assert all(num_row_tokens(row, lengths, prompts) <= tokens_per_row for row in rows)
+    without = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks)
+    assert len(plan) <= len(without) + 1
 
 
 def test_padding_is_marked_and_trains_nothing() -> None:

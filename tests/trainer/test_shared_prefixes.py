@@ -4,6 +4,7 @@ Sequences are those of groups: responses that begin alike, prompts whose recorde
 two turns, rewards of single tokens.
 """
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from forgeasync.trainer import (
     titan_config,
 )
 from tests.support.families import write_family
+from tests.support.layouts import attention_of
 from tests.support.lora import LORA
 from tests.support.processes import run_ranks
 from tests.support.trainers import make_sequences
@@ -128,7 +130,12 @@ def _steps(
 ) -> dict[str, tuple[Step, Step]]:
     """Of each loss, with separate and with shared beginnings."""
     facts = read_model_facts(str(folder))
-    trainer = unclipped_trainer(folder, PIECES["token_mean"][0], parallel=parallel, **options)
+    # The attention of GPUs, with a kernel for CPUs.
+    gpu = options.pop("gpu", False)
+    with attention_of("cuda") if gpu else contextlib.nullcontext():
+        trainer = unclipped_trainer(
+            folder, PIECES["token_mean"][0], parallel=parallel, share_prefixes=True, **options
+        )
     separate, shared = (
         _rows(facts, rank=trainer.data_rank, num_ranks=trainer.num_data_ranks, share=share)
         for share in (False, True)
@@ -166,6 +173,14 @@ ALL = [*PIECES, *TERMS]
             id="checkpointing",
         ),
         pytest.param({}, ["token_mean"], {"compile": True}, id="compiled", marks=pytest.mark.exhaustive),
+        pytest.param({}, ["token_mean"], {"gpu": True}, id="attention of GPUs"),
+        pytest.param(
+            {"num_procs": 2, "tensor": 2},
+            ["token_mean"],
+            {"gpu": True, "compile": True, "activation_checkpointing": ActivationCheckpointing.SELECTIVE},
+            id="attention of GPUs, tp2, compiled",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param({"num_procs": 2, "expert": 2}, ["token_mean", "gspo"], {}, id="fsdp2-ep2"),
         pytest.param(
             {"num_procs": 2, "tensor": 2}, ["token_mean"], {}, id="tp2", marks=pytest.mark.exhaustive

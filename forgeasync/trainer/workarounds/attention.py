@@ -15,13 +15,14 @@ attention has a backward pass on CPUs.
 values; latent attention has smaller values. ``WholeRowAttention`` pads values with zeros, and drops the zeros
 that these add to the output. Can go when torch's FlashAttention 2 supports two sizes; 3 and 4 do.
 
-**Context parallelism on GPUs.** TorchTitan refuses varlen attention with it, and flex attention, which it
-accepts, compiles a kernel for its masks. ``ContextAttention`` runs varlen attention on the part of every row
-that a rank has. A rank has the queries of one part of every row, and keys and values of whole rows. The
-queries of a sequence attend to its keys from its first token to the end of the part, so that keys and queries
-of every sequence end at the same token: the causal mask of varlen attention is aligned there (bottom-right),
-and no query sees a later key. Keys before the first overlapping sequence and after the part are left out. Can
-go when TorchTitan's varlen attention supports context parallelism.
+**Context parallelism and shared prefixes on GPUs.** TorchTitan refuses varlen attention with the former and
+has none for trees; flex attention, which has, compiles a kernel for its masks. ``GatheredKeysAttention`` runs
+varlen attention with fewer queries than keys. Both end at the same token, where the causal mask of varlen
+attention is aligned (bottom-right), so no query sees a later key. With context parallelism a rank has the
+queries of one part of every row, and keys and values of whole rows. The keys of a sequence are those from its
+first token to the end of the part; keys before the first overlapping sequence and after the part are left
+out. In a row of trees the queries are those of a segment, and the keys of the whole path to it are gathered.
+Can go when TorchTitan's varlen attention supports both.
 
 Shape suffixes: B batch (rows), L packed row length (of queries: of this rank's part), N heads (of keys and
 values a divisor of the queries'), H head size, V size of a head of values, S segments of a group or sequences
@@ -70,27 +71,32 @@ class PackedSequences(NamedTuple):
 def packed_sequences(visible_until_L: torch.Tensor, *, query_start: int = 0) -> PackedSequences:
     """Find the segments of a whole row (int64 [L]; see ``forgeasync.trainer.packing``)."""
     length = visible_until_L.numel()
-    # Tokens of a segment are seen until the same position, and those of the next segment until another one.
-    is_start_L = torch.ones(length, dtype=torch.bool)
-    is_start_L[1:] = visible_until_L[1:] != visible_until_L[:-1]
-    starts = is_start_L.nonzero().squeeze(1)
-    lengths = torch.diff(starts, append=torch.tensor([length]))
-    ends, below = starts + lengths, visible_until_L[starts]
+    starts, ends, below = _segments(visible_until_L)
     places, shapes = [], []
-    for own in _alike(_size_class(lengths)):
+    for own in _alike(_size_class(ends - starts)):
         queries = _ranges(starts[own], ends[own], length)
         places.append(queries.flatten())
         shapes.append([*queries.shape, 0])
     # Segments with branches, whose keys are also seen by the tokens below them. Those of one depth have
     # different queries.
     is_branch = below > ends
-    starts, lengths, ends, below = (x[is_branch] for x in (starts, lengths, ends, below))
+    starts, ends, below = (x[is_branch] for x in (starts, ends, below))
     is_above = (starts[:, None] > starts) & (starts[:, None] < below)
-    for own in _alike(torch.stack([is_above.sum(1), lengths, _size_class(below - ends)], dim=1)):
+    for own in _alike(torch.stack([is_above.sum(1), ends - starts, _size_class(below - ends)], dim=1)):
         queries, keys = _ranges(ends[own], below[own], length), _ranges(starts[own], ends[own], length)
         places += [queries.flatten(), keys.flatten()]
         shapes.append([*queries.shape, keys.shape[1]])
     return PackedSequences(torch.cat(places), torch.tensor(shapes), query_start)
+
+
+def _segments(visible_until_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the first position and the end of each segment, and the end of the tokens below it: int64."""
+    # Tokens of a segment are seen until the same position, and those of the next segment until another one.
+    is_start_L = torch.ones(len(visible_until_L), dtype=torch.bool)
+    is_start_L[1:] = visible_until_L[1:] != visible_until_L[:-1]
+    starts = is_start_L.nonzero().squeeze(1)
+    ends = torch.cat([starts[1:], torch.tensor([len(visible_until_L)])])
+    return starts, ends, visible_until_L[starts]
 
 
 def _size_class(lengths: torch.Tensor) -> torch.Tensor:
@@ -366,8 +372,10 @@ class PartMetadata(NamedTuple):
     """
     max_q: int
     max_k: int
-    key_starts_B: tuple[int, ...]
-    key_stop: int
+    key_starts_B: tuple[int, ...] = ()
+    key_stop: int = 0
+    key_places_K: torch.Tensor | None = None
+    """Positions of the kept keys in a single row of trees, where several sequences see a key; int64."""
 
 
 def part_metadata(positions_BL: np.ndarray, *, start: int, stop: int) -> PartMetadata:
@@ -389,12 +397,9 @@ def part_metadata(positions_BL: np.ndarray, *, start: int, stop: int) -> PartMet
         key_starts.append(int(firsts[0]))
     num_queries_S, num_keys_S = np.concatenate(num_queries), np.concatenate(num_keys)
 
-    def offsets(lengths_S: np.ndarray) -> torch.Tensor:
-        return to_device(np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32))
-
     return PartMetadata(
-        cu_seq_q=offsets(num_queries_S),
-        cu_seq_k=offsets(num_keys_S),
+        cu_seq_q=_offsets(num_queries_S),
+        cu_seq_k=_offsets(num_keys_S),
         max_q=int(num_queries_S.max()),
         max_k=int(num_keys_S.max()),
         key_starts_B=tuple(key_starts),
@@ -402,8 +407,36 @@ def part_metadata(positions_BL: np.ndarray, *, start: int, stop: int) -> PartMet
     )
 
 
-class ContextAttention(FlexAttention):
-    """Causal attention of a part's queries to the keys of its sequences, through ``varlen_attn``.
+def tree_metadata(visible_until_L: np.ndarray) -> PartMetadata:
+    """Find the segments of a row of trees, whose keys are those of the whole path to them.
+
+    See ``forgeasync.trainer.packing``.
+    """
+    starts, ends, below = _segments(torch.from_numpy(visible_until_L))
+    places, num_keys, above = [], [], list[tuple[int, int, int]]()
+    for segment in zip(starts.tolist(), ends.tolist(), below.tolist(), strict=True):
+        start, end, until = segment
+        above = [one for one in above if one[2] > start]
+        path = [*above, segment]
+        places += [np.arange(first, last) for first, last, _ in path]
+        num_keys.append(sum(last - first for first, last, _ in path))
+        if until > end:
+            above = path
+    return PartMetadata(
+        cu_seq_q=_offsets((ends - starts).numpy()),
+        cu_seq_k=_offsets(np.asarray(num_keys)),
+        max_q=int((ends - starts).max()),
+        max_k=max(num_keys),
+        key_places_K=to_device(np.concatenate(places)),
+    )
+
+
+def _offsets(lengths_S: np.ndarray) -> torch.Tensor:
+    return to_device(np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32))
+
+
+class GatheredKeysAttention(FlexAttention):
+    """Causal attention of segments or sequences to chosen keys that end with them, through ``varlen_attn``.
 
     It is a subclass of ``FlexAttention`` only so that TorchTitan gathers keys and values for it with
     ``flex_cp_allgather`` of torch 2.13. The backward pass of that is a reduce-scatter of sums by functional
@@ -433,9 +466,7 @@ class ContextAttention(FlexAttention):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """Return the output [B, L, N, V] of the part's queries; keys and values [B, whole L, N, H or V]."""
-        k_KNH, v_KNH = (
-            _seen(x, attention_masks.key_starts_B, attention_masks.key_stop) for x in (k_BLNH, v_BLNH)
-        )
+        k_KNH, v_KNH = (_seen(x, attention_masks) for x in (k_BLNH, v_BLNH))
         # As in TorchTitan: FlashAttention 2 must not choose the number of splits itself (pytorch 179760).
         is_second = current_flash_attention_impl() in (None, "FA2") and torch.version.hip is None
 
@@ -459,7 +490,12 @@ class ContextAttention(FlexAttention):
         return out_QNH.view(*q_BLNH.shape[:3], v_BLNH.shape[3])
 
 
-def _seen(x_BLNH: torch.Tensor, starts_B: tuple[int, ...], stop: int) -> torch.Tensor:
-    """Return keys or values [K, N, H] that a query of the part may see; a single row is not copied."""
-    rows = [x_LNH[start:stop] for x_LNH, start in zip(x_BLNH.unbind(0), starts_B, strict=True)]
+def _seen(x_BLNH: torch.Tensor, masks: PartMetadata) -> torch.Tensor:
+    """Return the kept keys or values [K, N, H]; those of a single row without branches are not copied."""
+    if masks.key_places_K is not None:
+        # In at least float32, so that gradients of a key that several segments see are summed there.
+        wide_LNH = x_BLNH.squeeze(0).to(torch.promote_types(x_BLNH.dtype, torch.float32))
+        return wide_LNH.index_select(0, masks.key_places_K).to(x_BLNH.dtype)
+    pairs = zip(x_BLNH.unbind(0), masks.key_starts_B, strict=True)
+    rows = [x_LNH[start : masks.key_stop] for x_LNH, start in pairs]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
