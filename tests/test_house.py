@@ -26,7 +26,7 @@ other rooms can see."""
 MAX_CODE = {
     "algorithms": 1025,
     "buffer": 2050,
-    "config": 2650,
+    "config": 2655,
     "controller": 3805,
     "environments": 6900,
     "generator": 2795,
@@ -34,11 +34,11 @@ MAX_CODE = {
     "models": 1525,
     "observability": 2675,
     "planning": 2420,
-    "plugins": 5500,
-    "rollouts": 2100,
+    "plugins": 5515,
+    "rollouts": 2125,
     "runtime": 6745,
     "scoring": 2700,
-    "trainer": 3525,
+    "trainer": 3625,
     "weights": 1310,
 }
 """Lines of code of each room, without blanks, comments and docstrings. Lower a number when a room shrinks.
