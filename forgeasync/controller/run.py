@@ -176,7 +176,12 @@ class RunLoops(ABC):
         recorded = self.recorder.picks(step, batch.groups)
         items = training_items(batch.groups, batch.weights, self.config.algorithm, recorded=recorded)
         return [
-            assign_rows(of_step, trainer, num_ranks=self.trainer.num_data_ranks)
+            assign_rows(
+                of_step,
+                tokens_per_row=trainer.tokens_per_row,
+                num_ranks=self.trainer.num_data_ranks,
+                share_prefixes=trainer.share_prefixes,
+            )
             for of_step in split_by_groups(items, batch.groups, trainer.steps_per_batch)
         ]
 

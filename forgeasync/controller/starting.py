@@ -478,7 +478,13 @@ class Fleet:
         """
         if not items:
             raise ValueError("items is empty; an optimizer step needs at least one item")
-        rows = assign_rows(items, self.config.trainer, num_ranks=self.trainer.num_data_ranks)
+        trainer = self.config.trainer
+        rows = assign_rows(
+            items,
+            tokens_per_row=trainer.tokens_per_row,
+            num_ranks=self.trainer.num_data_ranks,
+            share_prefixes=trainer.share_prefixes,
+        )
         self._num_steps += 1
         return await self.trainer.train_items([rows], step=self._num_steps)
 

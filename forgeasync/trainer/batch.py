@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 
 from forgeasync.algorithms import Grpo, step_advantages
-from forgeasync.config import AlgorithmSection, RoutingReplay, TrainerSection
+from forgeasync.config import AlgorithmSection, RoutingReplay
 from forgeasync.rollouts import (
     NO_RECORD,
     BranchKey,
@@ -304,16 +304,16 @@ def split_by_groups(
 
 
 def assign_rows(
-    items: Sequence[TrainingItem], section: TrainerSection, *, num_ranks: int
+    items: Sequence[TrainingItem], *, tokens_per_row: int, num_ranks: int, share_prefixes: bool = False
 ) -> list[list[list[TrainingItem]]]:
     """Return the items of each row, ``[rank][microbatch]``, with the same number of microbatches per rank."""
     prompts = None
-    if section.share_prefixes:
+    if share_prefixes:
         # Branches with equal prompts, recorded experts included, refer to the same payload.
         prompts = [(item.branch.prompt.payload_id, item.branch.num_prompt_tokens) for item in items]
     plan = plan_rows(
         [item.num_tokens for item in items],
-        tokens_per_row=section.tokens_per_row,
+        tokens_per_row=tokens_per_row,
         num_ranks=num_ranks,
         prompts=prompts,
     )

@@ -47,7 +47,7 @@ class SimulatedRun:
     """Capacity of one engine's KV cache, in tokens."""
     num_data_ranks: int
     tokens_per_row: int
-    share_prefixes: bool
+    share_prefixes: bool = False
     steps_per_batch: int
     payload_capacity_bytes: int
     largest_group_bytes: int
