@@ -39,7 +39,7 @@ MAX_CODE = {
     "runtime": 6745,
     "scoring": 2700,
     "trainer": 3525,
-    "weights": 1310,
+    "weights": 1320,
 }
 """Lines of code of each room, without blanks, comments and docstrings. Lower a number when a room shrinks.
 To raise one, say in docs/architecture.md what the lines bring."""
