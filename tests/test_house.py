@@ -27,7 +27,7 @@ MAX_CODE = {
     "algorithms": 1025,
     "buffer": 2050,
     "config": 2655,
-    "controller": 3805,
+    "controller": 3815,
     "environments": 6900,
     "generator": 2795,
     "isolation": 2525,
@@ -39,7 +39,7 @@ MAX_CODE = {
     "runtime": 6745,
     "scoring": 2700,
     "trainer": 3625,
-    "weights": 1310,
+    "weights": 1320,
 }
 """Lines of code of each room, without blanks, comments and docstrings. Lower a number when a room shrinks.
 To raise one, say in docs/architecture.md what the lines bring."""

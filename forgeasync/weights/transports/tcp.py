@@ -7,6 +7,7 @@ thread each, straight into its receive buffer.
 
 import asyncio
 import hmac
+import ipaddress
 import logging
 import secrets
 import socket
@@ -35,6 +36,9 @@ _RECEIVERS = ThreadPoolExecutor(8, thread_name_prefix="weights-tcp")
 
 MAX_REQUESTS_IN_FLIGHT = 2
 """Requests that a connection sends ahead, so that the trainer's side never waits for the next one."""
+
+CONNECT_TIMEOUT_S = 10.0
+"""Seconds that a generator tries each address of a trainer's host, and that its token may take."""
 
 IDLE_TIMEOUT_S = 600.0
 """Seconds after which a trainer rank closes a connection whose generator neither asks nor reads."""
@@ -126,7 +130,7 @@ class TcpTransport(Transport):
 
 
 def _own_addresses(is_dual: bool) -> tuple[str, ...]:
-    """Return the addresses of this host's name; those of loopback only if there are no others."""
+    """Return the addresses of this host's name that others reach; if there are none, all of them."""
     name = socket.gethostname()
     try:
         found = socket.getaddrinfo(
@@ -137,18 +141,25 @@ def _own_addresses(is_dual: bool) -> tuple[str, ...]:
             f"the name of this trainer host, {name!r}, has no address ({error.strerror}), so generators "
             "cannot fetch weights; give it the address of the host's network in /etc/hosts"
         ) from error
-    addresses = dict.fromkeys(str(one[4][0]) for one in found)
-    outer = [one for one in addresses if not one.startswith("127.") and one != "::1"]
+    addresses = dict.fromkeys(str(one[4][0]).partition("%")[0] for one in found)
+    outer = [one for one in addresses if not _is_inner(ipaddress.ip_address(one))]
     return tuple(outer or addresses)
+
+
+def _is_inner(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return address.is_loopback or address.is_link_local
 
 
 def _connect(address: TcpAddress, timeout_s: float) -> socket.socket:
     errors = []
     for host in address.addresses:
         try:
-            return socket.create_connection((host, address.port), timeout=timeout_s)
+            connection = socket.create_connection((host, address.port), timeout=CONNECT_TIMEOUT_S)
         except OSError as error:
             errors.append(f"{host} port {address.port}: {error}")
+        else:
+            connection.settimeout(timeout_s)
+            return connection
     raise ConnectionError(f"cannot connect to a trainer rank ({'; '.join(errors)})")
 
 
@@ -170,11 +181,12 @@ def _serve(connection: socket.socket, token: bytes, paths: Sequence[Path]) -> No
     """Answer the requests of one connection until the other side closes it."""
     with ExitStack() as stack:
         stack.enter_context(connection)
-        connection.settimeout(IDLE_TIMEOUT_S)
+        connection.settimeout(CONNECT_TIMEOUT_S)
         try:
             if not hmac.compare_digest(_read(connection, _TOKEN_BYTES), token):
                 logger.warning("a connection to weights was refused: it has another token")
                 return
+            connection.settimeout(IDLE_TIMEOUT_S)
             slots = [stack.enter_context(path.open("rb")) for path in paths]
             while request := _read(connection, _REQUEST.size):
                 slot, first, last = _REQUEST.unpack(request)
