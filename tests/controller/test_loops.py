@@ -123,7 +123,7 @@ def test_every_rollout_trains_with_the_advantage_of_its_own_reward() -> None:
     """From the text that was scored to the item that trains, through every loop."""
     trainer, recorder, generators = Trainer(), Recorder(), Generators()
     run_to_the_end("algorithm.advantage=dr_grpo", trainer=trainer, recorder=recorder, generators=generators)
-    assert len(trainer.steps) == len(recorder.batches) == MAX_STEPS
+    assert len(trainer.steps) == len(recorder.batches) == generators.num_sleeps == MAX_STEPS
     of_each_part = {
         "filtered/num_rollouts",
         "scoring/num_failed_attempts",

@@ -6,7 +6,8 @@ A response's text is its reward, written out, so that a test can follow a reward
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -239,6 +240,7 @@ class Generators:
         self._is_complete = is_complete
         self._endless = {group_id: asyncio.Event() for group_id in endless}
         self.num_fetches = [0] * len(self.hosts)
+        self.num_sleeps = 0
         self.swapped: list[tuple[int, int]] = []
         """Replica and version."""
         self.prompts: list[int] = []
@@ -308,6 +310,11 @@ class Generators:
 
     def published(self, version: int) -> None:
         self.table.change(lambda table: table.published(version))
+
+    @asynccontextmanager
+    async def asleep(self) -> AsyncIterator[None]:
+        self.num_sleeps += 1
+        yield
 
     def lowest_version(self, host: int) -> int:
         return self.table.state.lowest_version(str(host))
