@@ -1,6 +1,7 @@
 """The simulator has no rules of its own: breaking a real one changes the run, and none is written twice."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -38,8 +39,8 @@ def _worst_replica(self: ReplicaTable, num_rollouts: int) -> int | None:
     return chosen.number
 
 
-def _one_row_more(lengths: list[int], *, tokens_per_row: int, num_ranks: int) -> list[list[list[int]]]:
-    plan = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks)
+def _one_row_more(lengths: list[int], *, num_ranks: int, **options: Any) -> list[list[list[int]]]:
+    plan = plan_rows(lengths, num_ranks=num_ranks, **options)
     return [*plan, [[]] * num_ranks]
 
 
