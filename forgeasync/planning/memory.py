@@ -137,8 +137,12 @@ def _beside_trainer(config: RunConfig, trainer: TrainerMemory, engine_bytes: int
 
     An engine that sleeps takes the memory that a step has taken temporarily.
     """
-    freed = math.ceil(trainer.fullest.total) if sleeps(config) else 0
-    return max(0, engine_bytes - freed) + SHARED_CONTEXTS_BYTES
+    return max(0, engine_bytes - _freed_by_step(config, trainer)) + SHARED_CONTEXTS_BYTES
+
+
+def _freed_by_step(config: RunConfig, trainer: TrainerMemory) -> int:
+    """Return the memory of a step that an engine takes between steps."""
+    return math.ceil(trainer.fullest.total) if sleeps(config) else 0
 
 
 def trainer_gpu_share(config: RunConfig, facts: ModelFacts) -> float | None:
@@ -169,8 +173,7 @@ def room_for_kv_cache(config: RunConfig, facts: ModelFacts, *, usable: int) -> i
         return beside
     engine_bytes = total_bytes(generator_memory(config, facts, counts, Machine.GPU))
     without_cache = engine_bytes - round(config.generator.kv_cache_gib * 2**30)
-    freed = math.ceil(trainer.fullest.total) if sleeps(config) else 0
-    return beside + freed - without_cache
+    return beside + _freed_by_step(config, trainer) - without_cache
 
 
 def _whole(items: Sequence[MemoryItem], machine: Machine) -> MemoryItem:

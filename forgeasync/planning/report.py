@@ -503,7 +503,7 @@ def _shared_overrides(config: RunConfig, facts: ModelFacts, usable: int) -> str 
     cache_gib = config.generator.kv_cache_gib
     one_sequence = config.model.max_context_length * kv_bytes_per_token(config, facts) / 2**30
     offloads = sorted({config.trainer.cpu_offload, True})
-    for sleep, offload, layout in product([False, True], offloads, _layouts(config)):
+    for sleep, offload, layout in product(sorted({sleeps(config), True}), offloads, _layouts(config)):
         changed = layout.of(config)
         changed = changed.model_copy(
             update={"trainer": changed.trainer.model_copy(update={"cpu_offload": offload})}

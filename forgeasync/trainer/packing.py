@@ -222,8 +222,7 @@ def _depth_first(sequences: Sequence[TrainingSequence]) -> tuple[list[TrainingSe
         differs = (keys[last][:num] != keys[this][:num]).any(axis=1)
         shared = int(differs.argmax()) if differs.any() else num
         if shared < num:
-            ids = (_ids(sequences[index])[shared] for index in (last, this))
-            num_splits += int(next(ids) == next(ids))
+            num_splits += int(_ids(sequences[last])[shared] == _ids(sequences[this])[shared])
         shared_S.append(shared)
     return [sequences[index] for index in order], shared_S, num_splits
 
