@@ -39,6 +39,7 @@ from forgeasync.observability import (
     separate_native_output,
     started,
 )
+from forgeasync.planning import pair_cost
 from forgeasync.rollouts import Group
 from forgeasync.runtime import GroupEpisodes, Minibatches, ProcessManager
 from forgeasync.scoring import GroupFiltering
@@ -181,6 +182,7 @@ class RunLoops(ABC):
                 tokens_per_row=trainer.tokens_per_row,
                 num_ranks=self.trainer.num_data_ranks,
                 share_prefixes=trainer.share_prefixes,
+                pair_cost=pair_cost(self.prepared.facts),
             )
             for of_step in split_by_groups(items, batch.groups, trainer.steps_per_batch)
         ]

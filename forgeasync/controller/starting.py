@@ -40,7 +40,7 @@ from forgeasync.observability import (
     StepConsole,
     default_run_dir,
 )
-from forgeasync.planning import trainer_gpu_share
+from forgeasync.planning import pair_cost, trainer_gpu_share
 from forgeasync.rollouts import Group, PromptEncoder, Score, StoredRollout, Task, steps_of
 from forgeasync.runtime import (
     TEACHER_HOST,
@@ -484,6 +484,7 @@ class Fleet:
             tokens_per_row=trainer.tokens_per_row,
             num_ranks=self.trainer.num_data_ranks,
             share_prefixes=trainer.share_prefixes,
+            pair_cost=pair_cost(self._prepared.facts),
         )
         self._num_steps += 1
         return await self.trainer.train_items([rows], step=self._num_steps)

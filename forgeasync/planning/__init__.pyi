@@ -15,9 +15,11 @@ from .memory import trainer_gpu_share as trainer_gpu_share
 from .parameters import KV_BLOCK_TOKENS as KV_BLOCK_TOKENS
 from .parameters import Machine as Machine
 from .parameters import ParameterCounts as ParameterCounts
+from .parameters import active_parameters as active_parameters
 from .parameters import count_parameters as count_parameters
 from .parameters import generator_parameters_per_rank as generator_parameters_per_rank
 from .parameters import least_bytes as least_bytes
+from .parameters import pair_cost as pair_cost
 from .parameters import total_bytes as total_bytes
 from .parameters import trainer_parameters_per_rank as trainer_parameters_per_rank
 from .rehearsal_outcome import Verdict as Verdict

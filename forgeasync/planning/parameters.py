@@ -3,6 +3,7 @@
 Also has ``Machine`` and ``MemoryItem``, which all parts of a memory plan share.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,6 +110,25 @@ def count_parameters(facts: ModelFacts) -> ParameterCounts:
         vocabulary=facts.vocab_size * facts.hidden_size,
         vocabulary_tensors=1 if facts.tie_word_embeddings else 2,
     )
+
+
+def active_parameters(facts: ModelFacts, counts: ParameterCounts) -> int:
+    """Return the number of parameters that a token uses."""
+    if not facts.num_experts:
+        return counts.total
+    return counts.split + counts.replicated + counts.experts * facts.top_k // facts.num_experts
+
+
+@functools.cache
+def pair_cost(facts: ModelFacts) -> float:
+    """Return the work for a pair of a query and a key, relative to the other work on a token.
+
+    A forward pass needs 2 FLOPs for each parameter that a token uses, and 2 for each layer, head and
+    dimension of a key and of a value (Kaplan et al., 2020, section 2.1). A backward pass needs twice as many
+    of both.
+    """
+    of_pair = facts.num_layers * facts.num_heads * (facts.head_dim + facts.value_head_dim)
+    return of_pair / active_parameters(facts, count_parameters(facts))
 
 
 def merged_bytes(config: RunConfig, facts: ModelFacts, machine: Machine) -> int:

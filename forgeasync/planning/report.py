@@ -50,6 +50,7 @@ from forgeasync.planning.memory import (
 from forgeasync.planning.parameters import (
     Machine,
     ParameterCounts,
+    active_parameters,
     count_parameters,
     generator_parameters_per_rank,
     total_bytes,
@@ -246,14 +247,11 @@ def _parameters(
     origin = "" if shape_from is None else f"shape from {_shown_path(shape_from)}"
     per_trainer = trainer_parameters_per_rank(config, counts)
     per_generator = generator_parameters_per_rank(config, facts, counts)
-    active, in_experts = counts.total, "a dense model"
-    if facts.num_experts:
-        active += counts.experts * facts.top_k // facts.num_experts - counts.experts
-        in_experts = f"top {facts.top_k} of {facts.num_experts} experts"
+    in_experts = f"top {facts.top_k} of {facts.num_experts} experts" if facts.num_experts else "a dense model"
     return [
         ("model", config.model.path, origin),
         ("parameters", f"{counts.total:,}", f"{_billions(counts.experts)} of them in experts"),
-        ("active per token", f"{active:,}", in_experts),
+        ("active per token", f"{active_parameters(facts, counts):,}", in_experts),
         ("per trainer rank", f"{per_trainer:,}", "its shard"),
         ("per generator rank", f"{per_generator:,}", "its tensor-parallel part"),
     ]

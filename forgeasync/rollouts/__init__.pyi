@@ -105,6 +105,7 @@ from .trajectory import padded_length as padded_length
 from .trajectory import Prompt as Prompt
 from .trajectory import num_row_tokens as num_row_tokens
 from .trajectory import plan_rows as plan_rows
+from .trajectory import row_cost as row_cost
 
 # Only tests import these.
 from .in_flight import MAGIC as MAGIC

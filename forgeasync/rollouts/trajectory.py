@@ -22,7 +22,7 @@ them with a routing record, M MoE layers, K top-k.
 """
 
 import heapq
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -361,12 +361,14 @@ def plan_rows(
     tokens_per_row: int,
     num_ranks: int,
     prompts: Sequence[Prompt] | None = None,
+    pair_cost: float = 0.0,
 ) -> list[list[list[int]]]:
     """Assign sequences to rows and rows to ranks. ``plan[microbatch][rank]`` lists indices of sequences.
 
-    Puts the longest sequences first, each into the row with the fewest tokens. The number of rows is the
-    smallest multiple of ``num_ranks`` with which this succeeds. Ranks get nearly equal work, and every rank
-    gets the same number of microbatches. Deterministic, and depends on lengths and prompts alone.
+    Puts the costliest sequences first (``row_cost``), each into the row with the lowest cost that has room
+    for it. The number of rows is the smallest multiple of ``num_ranks`` with which this succeeds, balancing
+    tokens alone if need be. Every rank gets the same number of microbatches, and the rows of a microbatch,
+    which wait for each other, have similar costs. Deterministic, and depends on lengths and prompts alone.
 
     With ``prompts``, the prompt of each sequence, a row has every prompt once, and sequences with one prompt
     are assigned together, unless they take more than half a row.
@@ -382,21 +384,51 @@ def plan_rows(
     bundles = [[index] for index in range(len(lengths))]
     if prompts is not None:
         bundles = _bundles(lengths, prompts, tokens_per_row // 2)
+
+    def cost_of(row: Sequence[int]) -> float:
+        return row_cost(row, lengths, prompts, pair_cost=pair_cost)
+
     sizes = [num_row_tokens(bundle, lengths, prompts) for bundle in bundles]
-    order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
-    num_microbatches = max(1, -(-sum(sizes) // (tokens_per_row * num_ranks)))
-    while (rows := _fill(order, sizes, tokens_per_row, num_microbatches * num_ranks)) is None:
-        num_microbatches += 1
-    whole = [[index for bundle in row for index in bundles[bundle]] for row in rows]
-    return [whole[i * num_ranks : (i + 1) * num_ranks] for i in range(num_microbatches)]
+    costs = [cost_of(bundle) for bundle in bundles]
+    num_rows = num_ranks * max(1, -(-sum(sizes) // (tokens_per_row * num_ranks)))
+    while (
+        found := _fill(costs, sizes, tokens_per_row, num_rows)
+        or _fill(sizes, sizes, tokens_per_row, num_rows)
+    ) is None:
+        num_rows += num_ranks
+    rows = [[index for bundle in row for index in bundles[bundle]] for row in found]
+    rows.sort(key=cost_of, reverse=True)
+    return [rows[first : first + num_ranks] for first in range(0, num_rows, num_ranks)]
 
 
 def num_row_tokens(row: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt] | None) -> int:
     """Return the tokens of a row of ``plan_rows``, which has every prompt once."""
+    return _row_sum(int, row, lengths, prompts)
+
+
+def row_cost(
+    row: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt] | None, *, pair_cost: float
+) -> float:
+    """Return the cost of a row of ``plan_rows``: its tokens, and ``pair_cost`` for each that a token sees.
+
+    A token sees itself and the tokens before it in its sequence.
+    """
+    num_pairs = _row_sum(lambda num: num * (num + 1) // 2, row, lengths, prompts)
+    return num_row_tokens(row, lengths, prompts) + pair_cost * num_pairs
+
+
+def _row_sum(
+    of_first: Callable[[int], int],
+    row: Sequence[int],
+    lengths: Sequence[int],
+    prompts: Sequence[Prompt] | None,
+) -> int:
+    """Return the sum over a row's tokens of what ``of_first`` returns for the first tokens of a sequence."""
     if prompts is None:
-        return sum(lengths[index] for index in row)
+        return sum(of_first(lengths[index]) for index in row)
     of_prompts = dict(prompts[index] for index in row)
-    return sum(lengths[index] - prompts[index][1] for index in row) + sum(of_prompts.values())
+    own = sum(of_first(lengths[index]) - of_first(prompts[index][1]) for index in row)
+    return own + sum(map(of_first, of_prompts.values()))
 
 
 def _bundles(lengths: Sequence[int], prompts: Sequence[Prompt], most: int) -> list[list[int]]:
@@ -417,15 +449,22 @@ def _bundles(lengths: Sequence[int], prompts: Sequence[Prompt], most: int) -> li
 
 
 def _fill(
-    order: Sequence[int], lengths: Sequence[int], tokens_per_row: int, num_rows: int
+    costs: Sequence[float], sizes: Sequence[int], tokens_per_row: int, num_rows: int
 ) -> list[list[int]] | None:
     rows: list[list[int]] = [[] for _ in range(num_rows)]
-    # Heap of (number of tokens, index) of each row; the emptiest row comes first.
-    emptiest = [(0, row) for row in range(num_rows)]
-    for index in order:
-        used, row = emptiest[0]
-        if used + lengths[index] > tokens_per_row:
+    room = [tokens_per_row] * num_rows
+    # Heap of (cost, index) of each row; the cheapest row comes first.
+    cheapest = [(0.0, row) for row in range(num_rows)]
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        full = []
+        while cheapest and room[cheapest[0][1]] < sizes[index]:
+            full.append(heapq.heappop(cheapest))
+        if not cheapest:
             return None
+        cost, row = cheapest[0]
         rows[row].append(index)
-        heapq.heapreplace(emptiest, (used + lengths[index], row))
+        room[row] -= sizes[index]
+        heapq.heapreplace(cheapest, (cost + costs[index], row))
+        for one in full:
+            heapq.heappush(cheapest, one)
     return rows

@@ -304,9 +304,18 @@ def split_by_groups(
 
 
 def assign_rows(
-    items: Sequence[TrainingItem], *, tokens_per_row: int, num_ranks: int, share_prefixes: bool = False
+    items: Sequence[TrainingItem],
+    *,
+    tokens_per_row: int,
+    num_ranks: int,
+    share_prefixes: bool = False,
+    pair_cost: float = 0.0,
 ) -> list[list[list[TrainingItem]]]:
-    """Return the items of each row, ``[rank][microbatch]``, with the same number of microbatches per rank."""
+    """Return the items of each row, ``[rank][microbatch]``, with the same number of microbatches per rank.
+
+    ``pair_cost`` is the work for a pair of a query and a key, relative to the other work on a token
+    (``rollouts.row_cost``).
+    """
     prompts = None
     if share_prefixes:
         # Branches with equal prompts, recorded experts included, refer to the same payload.
@@ -316,6 +325,7 @@ def assign_rows(
         tokens_per_row=tokens_per_row,
         num_ranks=num_ranks,
         prompts=prompts,
+        pair_cost=pair_cost,
     )
     return [
         [[items[index] for index in microbatch[rank]] for microbatch in plan] for rank in range(num_ranks)

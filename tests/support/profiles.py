@@ -49,7 +49,7 @@ def simple_profile(
         ),
         prefill_tokens_per_s=Estimate.stated(1e9),
         train=tuple(
-            TrainPoint(num_rows=1, num_tokens=num, step_s=Estimate.stated(fixed_s + num * token_s))
+            TrainPoint(num_rows=1, cost=num, step_s=Estimate.stated(fixed_s + num * token_s))
             for num in (1_000, 2_000)
         ),
         between_steps_s=Distribution.point(between_s),

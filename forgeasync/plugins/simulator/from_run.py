@@ -31,7 +31,7 @@ from forgeasync.buffer import (
     Submitted,
     Trained,
 )
-from forgeasync.config import RunConfig, is_served, load_config, resolve
+from forgeasync.config import ModelFacts, RunConfig, is_served, load_config, resolve
 from forgeasync.files import read_json_lines, whole_lines
 from forgeasync.models import read_model_facts
 from forgeasync.observability import (
@@ -43,7 +43,7 @@ from forgeasync.observability import (
     Span,
     num_steps_ahead,
 )
-from forgeasync.planning import KV_BLOCK_TOKENS, planned_machine
+from forgeasync.planning import KV_BLOCK_TOKENS, pair_cost, planned_machine
 from forgeasync.plugins.simulator.clock import Clock
 from forgeasync.plugins.simulator.engine import Engine, EngineCost
 from forgeasync.plugins.simulator.groups import Counts, DrawnRollout, SimulatedGroup
@@ -154,7 +154,7 @@ def profile_run(folder: Path) -> ProfiledRun:
     if not groups:
         raise _refusal(run_dir.logs, "must have traces with the tokens of sampled groups")
     prompts = _prompts(run_dir.ledger)
-    profile = _profile(config, lanes, groups, prompts, lines, counted, since_s=since_s)
+    profile = _profile(config, facts, lanes, groups, prompts, lines, counted, since_s=since_s)
     run = of_config(config, facts, profile, num_steps=min(config.max_steps, MAX_STEPS))
     found = simulate_seeds(run, profile, num_seeds=NUM_SEEDS)
     return ProfiledRun(
@@ -184,6 +184,7 @@ def _check(config: RunConfig, folder: Path) -> None:
 
 def _profile(
     config: RunConfig,
+    facts: ModelFacts,
     lanes: Sequence[Lane],
     groups: Mapping[int, SampledGroup],
     prompts: "_Prompts",
@@ -217,7 +218,7 @@ def _profile(
         kv_block_tokens=kv_block_tokens,
         decode=decode,
         prefill_tokens_per_s=prefill,
-        train=_train(config, groups, prompts, counted),
+        train=_train(config, facts, groups, prompts, counted),
         between_steps_s=_between(lines, counted),
         weights=WeightTimes(
             wait_s=Distribution.of(waits),
@@ -383,12 +384,13 @@ def _lengths(groups: Mapping[int, SampledGroup], prompts: _Prompts) -> dict[str,
 
 def _train(
     config: RunConfig,
+    facts: ModelFacts,
     groups: Mapping[int, SampledGroup],
     prompts: _Prompts,
     counted: Sequence[Mapping[str, float]],
 ) -> tuple[TrainPoint, ...]:
-    """Return the means of steps with similar numbers of tokens."""
-    trainer, sizes = config.trainer, list[tuple[int, int, float]]()
+    """Return the means of steps with similar costs."""
+    trainer, sizes = config.trainer, list[tuple[float, int, float]]()
     num_ranks = trainer.parallel.data_shard * trainer.parallel.data_replicate
     for line in counted:
         batch = prompts.batches.get(int(line["step"]), ())
@@ -400,9 +402,9 @@ def _train(
             tokens_per_row=trainer.tokens_per_row,
             num_ranks=num_ranks,
             share_prefixes=trainer.share_prefixes,
+            pair_cost=pair_cost(facts),
         )
-        num_tokens, num_rows = sum(tokens for _, tokens in steps), sum(rows for rows, _ in steps)
-        sizes.append((num_tokens, num_rows, line["time/train_s"]))
+        sizes.append((sum(cost for _, cost in steps), sum(rows for rows, _ in steps), line["time/train_s"]))
     if not sizes:
         remedy = "must have the tokens of all groups of a step, which its ledger names"
         raise ConfigError([Problem(field="traces", remedy=remedy)])
@@ -417,7 +419,7 @@ def _train(
         points.append(
             TrainPoint(
                 num_rows=max(1, round(share * statistics.fmean(rows for _, rows, _ in part))),
-                num_tokens=max(1, round(share * statistics.fmean(tokens for tokens, _, _ in part))),
+                cost=share * statistics.fmean(cost for cost, _, _ in part),
                 step_s=Estimate.of([share * took_s for _, _, took_s in part]),
             )
         )

@@ -124,7 +124,7 @@ def _between(ordered: Sequence[float], probability: float) -> float:
     return min(low + (high - low) * (place - index), high)
 
 
-FORMAT_VERSION: Final = 11
+FORMAT_VERSION: Final = 12
 
 Text = Annotated[str, Field(max_length=1000)]
 
@@ -149,8 +149,9 @@ class TrainPoint(Section):
 
     num_rows: Count
     """Number of rows of each data rank, which are its microbatches."""
-    num_tokens: Count
-    """Tokens that the slowest data rank computes: the sum over microbatches of the longest row's tokens."""
+    cost: Number = Field(gt=0.0)
+    """Sum over microbatches of the cost of the costliest row, in tokens: those that are computed, padding
+    included, and what attention adds (``rollouts.row_cost``)."""
     step_s: Estimate
 
 
@@ -181,7 +182,7 @@ class WeightTimes(Section):
 class Profile(Section):
     """Service times of each part of a run."""
 
-    format_version: Literal[11] = FORMAT_VERSION
+    format_version: Literal[12] = FORMAT_VERSION
     origin: Origin
     sources: tuple[Text, ...] = ()
     """Sources of stated values."""
@@ -456,23 +457,23 @@ def _line(places: Sequence[float], values: Sequence[float], at: float) -> float:
 
 
 class TrainTable:
-    """Seconds of an optimizer step: fixed + per row + per token, none of them negative.
+    """Seconds of an optimizer step: fixed + per row + per unit of cost, none of them negative.
 
     The terms are fitted to the points by least squares of relative errors, so that short steps have as much
     weight as long ones. Each point has the weight of its number of samples. With too few points for three
-    terms, the simplest fit that is as good is used: tokens, then fixed, then rows.
+    terms, the simplest fit that is as good is used: cost, then fixed, then rows.
     """
 
     def __init__(self, points: Sequence[TrainPoint]) -> None:
         measured = np.array([one.step_s.mean for one in points])
-        terms = np.array([[one.num_rows, 1.0, one.num_tokens] for one in points])
+        terms = np.array([[one.num_rows, 1.0, one.cost] for one in points])
         weights = np.sqrt([max(1, one.step_s.num_samples) for one in points])
         found = fit_not_negative(terms * (weights / measured)[:, None], weights)
-        self.row_s, self.fixed_s, self.token_s = found
+        self.row_s, self.fixed_s, self.cost_s = found
         fitted = terms @ found
         self.largest_error = float(np.abs(fitted / measured - 1.0).max())
         """Largest relative error of the fit at a point."""
 
-    def step_s(self, num_rows: int, num_tokens: int) -> float:
-        """Return the seconds of a step with ``num_rows`` rows and ``num_tokens`` tokens per data rank."""
-        return self.fixed_s + self.row_s * num_rows + self.token_s * num_tokens
+    def step_s(self, num_rows: int, cost: float) -> float:
+        """Return the seconds of a step with ``num_rows`` rows per data rank."""
+        return self.fixed_s + self.row_s * num_rows + self.cost_s * cost

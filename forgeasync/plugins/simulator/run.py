@@ -27,6 +27,7 @@ from forgeasync.rollouts import (
     num_row_tokens,
     padded_length,
     plan_rows,
+    row_cost,
 )
 from forgeasync.scoring import Assignment, Dispatcher
 
@@ -246,6 +247,7 @@ class RunSimulation:
             tokens_per_row=self._run.tokens_per_row,
             num_ranks=self._run.num_data_ranks,
             share_prefixes=self._run.share_prefixes,
+            pair_cost=self._run.pair_cost,
         )
         return sum(self._step_times.step_s(*step) for step in steps)
 
@@ -271,12 +273,24 @@ class RunSimulation:
 
 
 def packed_size(
-    lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int, prompts: Sequence[Prompt] | None = None
-) -> tuple[int, int]:
-    """Return the rows of each data rank, and the sum over microbatches of the tokens of the longest row."""
-    plan = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks, prompts=prompts)
-    longest = (max(padded_length(num_row_tokens(row, lengths, prompts)) for row in rows) for rows in plan)
-    return len(plan), sum(longest)
+    lengths: Sequence[int],
+    *,
+    tokens_per_row: int,
+    num_ranks: int,
+    prompts: Sequence[Prompt] | None,
+    pair_cost: float,
+) -> tuple[int, float]:
+    """Return the rows of each data rank, and ``TrainPoint.cost``."""
+
+    def cost(row: Sequence[int]) -> float:
+        num_tokens = num_row_tokens(row, lengths, prompts)
+        padding = padded_length(num_tokens) - num_tokens
+        return padding + row_cost(row, lengths, prompts, pair_cost=pair_cost)
+
+    plan = plan_rows(
+        lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks, prompts=prompts, pair_cost=pair_cost
+    )
+    return len(plan), sum(max(map(cost, rows)) for rows in plan)
 
 
 def step_sizes(
@@ -286,7 +300,8 @@ def step_sizes(
     tokens_per_row: int,
     num_ranks: int,
     share_prefixes: bool,
-) -> list[tuple[int, int]]:
+    pair_cost: float,
+) -> list[tuple[int, float]]:
     """Return the ``packed_size`` of each optimizer step of a batch.
 
     ``groups`` has the tokens of each sequence's prompt and response; the sequences of a group have one
@@ -303,6 +318,7 @@ def step_sizes(
                 prompts=[((index, prompt), prompt) for index, prompt, _ in of_step]
                 if share_prefixes
                 else None,
+                pair_cost=pair_cost,
             )
         )
     return found

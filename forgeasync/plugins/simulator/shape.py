@@ -24,6 +24,7 @@ from forgeasync.config import (
 )
 from forgeasync.models import kv_bytes_per_token, largest_group_payload_bytes
 from forgeasync.observability import num_steps_ahead, steady_steps
+from forgeasync.planning import pair_cost
 from forgeasync.plugins.simulator.profile import Profile
 from forgeasync.schema import Problem, raise_if_any
 
@@ -48,6 +49,8 @@ class SimulatedRun:
     num_data_ranks: int
     tokens_per_row: int
     share_prefixes: bool = False
+    pair_cost: float = 0.0
+    """Work for a pair of a query and a key, relative to the other work on a token."""
     steps_per_batch: int
     payload_capacity_bytes: int
     largest_group_bytes: int
@@ -112,6 +115,7 @@ def of_config(
         num_data_ranks=parallel.data_shard * parallel.data_replicate,
         tokens_per_row=trainer.tokens_per_row,
         share_prefixes=trainer.share_prefixes,
+        pair_cost=pair_cost(facts),
         steps_per_batch=trainer.steps_per_batch,
         payload_capacity_bytes=int(config.payload.capacity_gib * 2**30),
         largest_group_bytes=largest_group_payload_bytes(config, facts),

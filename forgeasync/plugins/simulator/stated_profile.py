@@ -16,6 +16,7 @@ from forgeasync.planning import (
     KV_BLOCK_TOKENS,
     Machine,
     ParameterCounts,
+    active_parameters,
     count_parameters,
     generator_parameters_per_rank,
     trainer_parameters_per_rank,
@@ -81,8 +82,8 @@ def stated_profile(config: RunConfig, facts: ModelFacts, *, mean_response_tokens
         )
     counts = count_parameters(facts)
     seconds = weight_seconds(config, facts)
-    active = _active(facts, counts)
-    prefill = config.generator.tensor_parallel * FLOPS_PER_S * PREFILL_EFFICIENCY / (2 * active)
+    prefill = config.generator.tensor_parallel * FLOPS_PER_S * PREFILL_EFFICIENCY
+    prefill /= 2 * active_parameters(facts, counts)
     lengths = _lengths(mean_response_tokens, longest_response(config))
     prompt = Distribution.point(
         float(max(1, min(256, config.model.max_context_length - longest_response(config))))
@@ -95,7 +96,7 @@ def stated_profile(config: RunConfig, facts: ModelFacts, *, mean_response_tokens
         kv_block_tokens=KV_BLOCK_TOKENS[Machine.GPU],
         decode=_decode(config, facts, counts),
         prefill_tokens_per_s=Estimate.stated(prefill),
-        train=_train(config, facts, num_tokens=prompt.mean.mean + lengths.mean.mean),
+        train=_train(config, facts, counts),
         between_steps_s=Distribution.point(BETWEEN_S),
         weights=WeightTimes(
             wait_s=Distribution.point(0.0),
@@ -113,13 +114,6 @@ def stated_profile(config: RunConfig, facts: ModelFacts, *, mean_response_tokens
     )
 
 
-def _active(facts: ModelFacts, counts: ParameterCounts) -> float:
-    """Return the number of parameters that a token uses."""
-    if not facts.num_experts:
-        return counts.total
-    return counts.split + counts.replicated + counts.experts * facts.top_k / facts.num_experts
-
-
 def _decode(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> tuple[DecodePoint, ...]:
     generator = config.generator
     per_rank = generator_parameters_per_rank(config, facts, counts)
@@ -132,7 +126,7 @@ def _decode(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> tu
         if facts.num_experts:
             touched = 1.0 - (1.0 - facts.top_k / facts.num_experts) ** running
         weights = (per_rank - of_experts * (1.0 - touched)) * element
-        compute_s = 2 * _active(facts, counts) * running / tensor
+        compute_s = 2 * active_parameters(facts, counts) * running / tensor
         compute_s /= FLOPS_PER_S * PREFILL_EFFICIENCY
         for context in CONTEXTS:
             read = weights + running * context * kv_bytes_per_token(config, facts)
@@ -147,25 +141,23 @@ def _decode(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> tu
     return tuple(points)
 
 
-def _train(config: RunConfig, facts: ModelFacts, *, num_tokens: float) -> tuple[TrainPoint, ...]:
-    """Return optimizer steps with sequences of ``num_tokens``.
+def _train(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> tuple[TrainPoint, ...]:
+    """Return optimizer steps of several costs.
 
-    The forward pass needs 2 FLOPs for each parameter and token, and 4 for each layer, head dimension and
-    attended token, on average half of the sequence (Kaplan et al., 2020, section 2.1). The backward pass
-    needs twice as many, and recomputing activations needs another forward pass. The processes of a data rank
-    share its rows.
+    The forward pass needs 2 FLOPs for each parameter that a token uses, and for attention as many as
+    ``planning.pair_cost`` says. The backward pass needs twice as many, and recomputing activations needs
+    another forward pass. The processes of a data rank share its rows.
     """
-    trainer, counts = config.trainer, count_parameters(facts)
-    attention = 4 * facts.num_layers * facts.num_heads * facts.head_dim * num_tokens / 2
+    trainer = config.trainer
     passes = 4 if trainer.activation_checkpointing is ActivationCheckpointing.FULL else 3
     procs_per_rank = trainer.parallel.tensor * trainer.parallel.context
-    token_s = passes * (2 * _active(facts, counts) + attention)
+    token_s = passes * 2 * active_parameters(facts, counts)
     token_s /= procs_per_rank * FLOPS_PER_S * TRAIN_EFFICIENCY
     optimizer_s = OPTIMIZER_BYTES * trainer_parameters_per_rank(config, counts) / DEVICE_BYTES_PER_S
     return tuple(
         TrainPoint(
             num_rows=num_rows,
-            num_tokens=num_rows * trainer.tokens_per_row,
+            cost=num_rows * trainer.tokens_per_row,
             step_s=Estimate.stated(optimizer_s + num_rows * trainer.tokens_per_row * token_s),
         )
         for num_rows in (1, 2, 8)

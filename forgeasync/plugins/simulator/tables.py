@@ -23,11 +23,11 @@ def print_profiled_run(profiled: ProfiledRun) -> None:
         decode.add_row(
             str(point.num_running), str(point.num_context_tokens), _ms(point.step_s), f"{rate:,.0f}"
         )
-    train = _table("rows of a rank", "tokens of a rank", "ms", "tokens/s of a rank")
+    train = _table("rows of a rank", "cost of a rank, in tokens", "ms", "tokens/s of a rank")
     train.title = "optimizer steps"
     for step in profile.train:
-        rate = step.num_tokens / step.step_s.mean
-        train.add_row(str(step.num_rows), str(step.num_tokens), _ms(step.step_s), f"{rate:,.0f}")
+        rate = step.cost / step.step_s.mean
+        train.add_row(str(step.num_rows), f"{step.cost:.0f}", _ms(step.step_s), f"{rate:,.0f}")
     others = _table("part", "ms", "p5", "p95", left="part")
     others.title = "other times"
     for name, times in _distributions(profile):

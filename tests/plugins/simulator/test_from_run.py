@@ -9,7 +9,9 @@ import pytest
 from apps.profile import main
 from forgeasync.buffer import Dropped, DropReason, Started, Submitted
 from forgeasync.config import RunConfig, dump_config, load_config
+from forgeasync.models import read_model_facts
 from forgeasync.observability import Line, Opened, Span, State, encode
+from forgeasync.planning import pair_cost
 from forgeasync.plugins.simulator import (
     Clock,
     DecodeTable,
@@ -55,14 +57,28 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     overrides = [
         *(f"max_steps={NUM_STEPS}", "max_off_policy_steps=0", "generator.num_replicas=2"),
         *(f"algorithm.groups_per_step={NUM_GROUPS}", f"algorithm.group_size={GROUP_SIZE}"),
-        *("sampling.max_response_tokens=100", "scorer.num_workers=64", "payload.capacity_gib=1"),
+        *(
+            "trainer.share_prefixes=true",
+            "sampling.max_response_tokens=100",
+            "scorer.num_workers=64",
+            "payload.capacity_gib=1",
+        ),
     ]
     return load_config(file, overrides)
+
+
+def _cost(row: list[tuple[int, int, int]], of_pair: float) -> float:
+    """Tokens and pairs of rollouts by group, prompt and response; a row has the prompt of a group once."""
+    spans = {(0, prompt, group) for group, prompt, _ in row}
+    branches = [(prompt, prompt + own) for _, prompt, own in row]
+    depths = [depth for begin, end, *_ in [*spans, *branches] for depth in range(begin, end)]
+    return padded_length(len(depths)) + of_pair * sum(depth + 1 for depth in depths)
 
 
 def write_run(folder: Path, config: RunConfig, *, has_lengths: bool = True, num_filtered: int = 0) -> Path:
     """Write the files of a run whose steps sample, score, train and publish, one after the other."""
     rng, now_s = random.Random(7), BEGIN_S + 20.0
+    of_pair = pair_cost(read_model_facts(config.model.path))
     traces: dict[str, list[Line]] = {
         name: [Opened(at_s=BEGIN_S, proc=name, pid=1, host="here", state=State.STARTING)]
         for name in ("controller", "generator-0", "generator-1", "scorer-0")
@@ -94,11 +110,16 @@ def write_run(folder: Path, config: RunConfig, *, has_lengths: bool = True, num_
         sampled_at_s = sampling_s + max(ends_s)
         for index in range(NUM_GROUPS * GROUP_SIZE):
             span("scorer-0", sampled_at_s, SCORE_S, "score", task=str(index), first=index)
-        lengths = [prompt + length for prompt, found in batch.values() for length in found]
-        plan = plan_rows(lengths, tokens_per_row=config.trainer.tokens_per_row, num_ranks=2)
-        padded = ([padded_length(sum(lengths[one] for one in row)) for row in rows] for rows in plan)
-        num_tokens = sum(map(max, padded))
-        train_s = ROW_S * len(plan) + TOKEN_S * num_tokens
+        sizes = [(number, prompt, own) for number, (prompt, found) in batch.items() for own in found]
+        plan = plan_rows(
+            [prompt + own for _, prompt, own in sizes],
+            tokens_per_row=config.trainer.tokens_per_row,
+            num_ranks=2,
+            prompts=[(number, prompt) for number, prompt, _ in sizes],
+            pair_cost=of_pair,
+        )
+        costs = ([_cost([sizes[one] for one in row], of_pair) for row in rows] for rows in plan)
+        train_s = ROW_S * len(plan) + TOKEN_S * sum(map(max, costs))
         wait_s = sampled_at_s + SCORE_S - now_s
         span("controller", now_s, wait_s, "wait for a batch", step=step)
         published_s = now_s + wait_s + train_s + WAIT_S
@@ -148,9 +169,9 @@ def test_decode_steps_and_prompts_are_told_from_how_long_groups_took(found: Prof
 def test_other_times_are_those_of_the_files(found: ProfiledRun) -> None:
     profile = found.profile
     assert [one.step_s.num_samples for one in profile.train] == [25, 25], "the run warms up in 10 steps"
-    assert profile.train[0].num_tokens < profile.train[1].num_tokens
+    assert profile.train[0].cost < profile.train[1].cost
     for point in profile.train:
-        expected_s = ROW_S * point.num_rows + TOKEN_S * point.num_tokens
+        expected_s = ROW_S * point.num_rows + TOKEN_S * point.cost
         # Rows are whole.
         assert point.step_s.mean == pytest.approx(expected_s, abs=ROW_S / 2)
     weights = profile.weights

@@ -34,13 +34,13 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("format_version",), 10, ["format_version = 10", "must be 11: read the run again"]),
-        (("format_version",), True, ["format_version = True", "must be 11"]),
+        (("format_version",), 11, ["format_version = 11", "must be 12: read the run again"]),
+        (("format_version",), True, ["format_version = True", "must be 12"]),
         (("decode", 0, "step_s", "mean"), -1.0, ["decode[0].step_s.mean = -1.0", "equal to 0"]),
         (("decode", 0, "step_s", "mean"), 99.0, ["decode[0].step_s", "mean = 99", "ascend"]),
         (("decode", 1, "num_running"), 1, ["decode: 2 points", "every pair"]),
-        (("train", 0, "num_tokens"), 0, ["train[0].num_tokens = 0", "greater than 0"]),
-        (("train", 0, "num_tokens"), "7", ["train[0].num_tokens = '7'", "integer"]),
+        (("train", 0, "cost"), 0, ["train[0].cost = 0", "greater than 0"]),
+        (("train", 0, "cost"), "7", ["train[0].cost = '7'", "number"]),
         (("prefill_tokens_per_s",), {"mean": 0, "low": 0, "high": 0, "num_samples": 0}, ["more than 0"]),
         (("score_s", "quantiles"), [1.0, 0.5], ["score_s", "quantiles[0] = 1", "ascend"]),
         (("score_s", "mean", "mean"), float("nan"), ["score_s.mean.mean", "finite"]),
@@ -117,7 +117,7 @@ def test_beyond_the_points_a_step_goes_on_as_a_line_and_is_counted() -> None:
 def _train(values: dict[tuple[int, int], float]) -> TrainTable:
     """By rows and tokens."""
     points = [
-        TrainPoint(num_rows=rows, num_tokens=tokens, step_s=Estimate.stated(step_s))
+        TrainPoint(num_rows=rows, cost=tokens, step_s=Estimate.stated(step_s))
         for (rows, tokens), step_s in values.items()
     ]
     return TrainTable(points)
@@ -126,14 +126,14 @@ def _train(values: dict[tuple[int, int], float]) -> TrainTable:
 def test_a_train_step_is_fitted_by_what_it_costs() -> None:
     sizes = ((1, 500), (2, 900), (4, 4_000), (3, 1_000))
     table = _train({(rows, tokens): 0.5 + 0.045 * rows + 1e-4 * tokens for rows, tokens in sizes})
-    assert (table.fixed_s, table.row_s, table.token_s) == pytest.approx((0.5, 0.045, 1e-4))
+    assert (table.fixed_s, table.row_s, table.cost_s) == pytest.approx((0.5, 0.045, 1e-4))
     assert table.largest_error < 1e-9
 
 
 def test_what_was_measured_often_counts_for_more() -> None:
     """The mean of nine samples counts nine times as much as that of one sample."""
     often, once = Estimate.of([1.0] * 9), Estimate.of([1.1])
-    points = [TrainPoint(num_rows=1, num_tokens=1_000, step_s=one) for one in (often, once)]
+    points = [TrainPoint(num_rows=1, cost=1_000, step_s=one) for one in (often, once)]
     # The least squares of 1 - x / 1.0, nine times, and of 1 - x / 1.1.
     expected_s = (9.0 + 1.0 / 1.1) / (9.0 + 1.0 / 1.1**2)
     assert TrainTable(points).step_s(1, 1_000) == pytest.approx(expected_s)
@@ -145,7 +145,7 @@ def test_no_part_of_a_train_step_is_negative() -> None:
     for _ in range(50):
         sizes = [(int(rng.integers(1, 5)), int(rng.integers(100, 5_000))) for _ in range(4)]
         table = _train({size: float(rng.uniform(0.5, 1.5)) for size in sizes})
-        assert min(table.fixed_s, table.row_s, table.token_s) >= 0.0
+        assert min(table.fixed_s, table.row_s, table.cost_s) >= 0.0
         assert table.step_s(1, 100) > 0.0
 
 
