@@ -366,9 +366,10 @@ def plan_rows(
     """Assign sequences to rows and rows to ranks. ``plan[microbatch][rank]`` lists indices of sequences.
 
     Puts the costliest sequences first (``row_cost``), each into the row with the lowest cost that has room
-    for it. The number of rows is the smallest multiple of ``num_ranks`` with which this succeeds, balancing
-    tokens alone if need be. Every rank gets the same number of microbatches, and the rows of a microbatch,
-    which wait for each other, have similar costs. Deterministic, and depends on lengths and prompts alone.
+    for it. The number of rows is the smallest multiple of ``num_ranks`` with which this succeeds. Every rank
+    gets the same number of microbatches. Ranks wait for the costliest row of a microbatch, so its rows have
+    similar costs, and if ranks would wait less with rows of similar numbers of tokens, those are used.
+    Deterministic, and depends on lengths and prompts alone.
 
     With ``prompts``, the prompt of each sequence, a row has every prompt once, and sequences with one prompt
     are assigned together, unless they take more than half a row.
@@ -388,17 +389,20 @@ def plan_rows(
     def cost_of(row: Sequence[int]) -> float:
         return row_cost(row, lengths, prompts, pair_cost=pair_cost)
 
+    def in_microbatches(filled: list[list[int]]) -> list[list[list[int]]]:
+        rows = [[index for bundle in row for index in bundles[bundle]] for row in filled]
+        rows.sort(key=cost_of, reverse=True)
+        return [rows[first : first + num_ranks] for first in range(0, len(rows), num_ranks)]
+
     sizes = [num_row_tokens(bundle, lengths, prompts) for bundle in bundles]
     costs = [cost_of(bundle) for bundle in bundles]
     num_rows = num_ranks * max(1, -(-sum(sizes) // (tokens_per_row * num_ranks)))
-    while (
-        found := _fill(costs, sizes, tokens_per_row, num_rows)
-        or _fill(sizes, sizes, tokens_per_row, num_rows)
-    ) is None:
+    plans: list[list[list[list[int]]]] = []
+    while not plans:
+        found = (_fill(loads, sizes, tokens_per_row, num_rows) for loads in (costs, sizes))
+        plans = [in_microbatches(filled) for filled in found if filled is not None]
         num_rows += num_ranks
-    rows = [[index for bundle in row for index in bundles[bundle]] for row in found]
-    rows.sort(key=cost_of, reverse=True)
-    return [rows[first : first + num_ranks] for first in range(0, num_rows, num_ranks)]
+    return min(plans, key=lambda plan: sum(cost_of(rows[0]) for rows in plan))
 
 
 def num_row_tokens(row: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt] | None) -> int:
@@ -449,22 +453,22 @@ def _bundles(lengths: Sequence[int], prompts: Sequence[Prompt], most: int) -> li
 
 
 def _fill(
-    costs: Sequence[float], sizes: Sequence[int], tokens_per_row: int, num_rows: int
+    loads: Sequence[float], sizes: Sequence[int], tokens_per_row: int, num_rows: int
 ) -> list[list[int]] | None:
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     room = [tokens_per_row] * num_rows
-    # Heap of (cost, index) of each row; the cheapest row comes first.
-    cheapest = [(0.0, row) for row in range(num_rows)]
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+    # Heap of (load, index) of each row; the row with the lowest load comes first.
+    lowest = [(0.0, row) for row in range(num_rows)]
+    for index in sorted(range(len(loads)), key=lambda index: (-loads[index], index)):
         full = []
-        while cheapest and room[cheapest[0][1]] < sizes[index]:
-            full.append(heapq.heappop(cheapest))
-        if not cheapest:
+        while lowest and room[lowest[0][1]] < sizes[index]:
+            full.append(heapq.heappop(lowest))
+        if not lowest:
             return None
-        cost, row = cheapest[0]
+        load, row = lowest[0]
         rows[row].append(index)
         room[row] -= sizes[index]
-        heapq.heapreplace(cheapest, (cost + costs[index], row))
+        heapq.heapreplace(lowest, (load + loads[index], row))
         for one in full:
-            heapq.heappush(cheapest, one)
+            heapq.heappush(lowest, one)
     return rows

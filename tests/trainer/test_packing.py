@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgeasync.config import ROW_ALIGNMENT
-from forgeasync.rollouts import NO_RECORD, KeptTokens, num_row_tokens, plan_rows
-from forgeasync.trainer import TrainingSequence, pack_row, pack_rows
+from forgeasync.rollouts import NO_RECORD, KeptTokens, num_row_tokens, plan_rows, row_cost
+from forgeasync.trainer import PackedRow, TrainingSequence, pack_row, pack_rows
 
 
 def make_sequence(prompt: list[int], response: list[int], advantage: float = 1.0) -> TrainingSequence:
@@ -178,6 +178,107 @@ def test_plans_with_prompts_use_every_sequence_once_and_never_overfill(
     assert all(num_row_tokens(row, lengths, prompts) <= tokens_per_row for row in rows)
     without = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks)
     assert len(plan) <= len(without) + 1
+
+
+def computed(row: PackedRow) -> tuple[int, int]:
+    """Number of tokens of a row, and of pairs of a token and one that it sees; every pair is looked at."""
+    num = int((row.num_uses_L > 0).sum())
+    is_seen = row.visible_until_L[None, :num] > np.arange(num)[:, None]
+    return num, int(np.tril(is_seen).sum())
+
+
+@given(
+    trees=st.lists(
+        st.tuples(st.integers(0, 3), st.lists(st.integers(1, 2), min_size=1, max_size=12)), max_size=12
+    ),
+    share=st.booleans(),
+    is_apart=st.booleans(),
+)
+def test_the_cost_of_a_row_is_that_of_its_tokens_and_of_what_they_see(
+    trees: list[tuple[int, list[int]]], share: bool, is_apart: bool
+) -> None:
+    """Exact if responses to a prompt begin apart; otherwise their common beginnings are not counted once."""
+    sequences = [
+        make_sequence([10 + key] * (1 + 3 * key), [*([100 + index] if is_apart else []), *response])
+        for index, (key, response) in enumerate(trees)
+    ]
+    lengths, whole = [one.num_tokens for one in sequences], range(len(sequences))
+    prompts = [(key, 1 + 3 * key) for key, _ in trees] if share else None
+    num_tokens, num_pairs = computed(pack_row(sequences, share_prefixes=share))
+    cost = row_cost(whole, lengths, prompts, pair_cost=0.25)
+    if is_apart or not share:
+        assert num_row_tokens(whole, lengths, prompts) == num_tokens
+        assert cost == num_tokens + 0.25 * num_pairs
+    else:
+        assert cost >= num_tokens + 0.25 * num_pairs
+
+
+PAIR_COST = 0.005
+
+
+def waited_for(sequences: list[TrainingSequence], plan: list[list[list[int]]], *, share: bool) -> float:
+    """Work of each microbatch's costliest rank, which all wait for, relative to the mean of the ranks."""
+    costs = []
+    for rows in plan:
+        found = (computed(pack_row([sequences[i] for i in row], share_prefixes=share)) for row in rows)
+        costs.append([num_tokens + PAIR_COST * num_pairs for num_tokens, num_pairs in found])
+    return sum(map(max, costs)) / (sum(map(sum, costs)) / len(plan[0]))
+
+
+RESPONSES = [396, 296, 256, 196, 196, *[96] * 6, *[26] * 30]
+SKEWED = {
+    "long responses and short ones": [(0, 4, num) for num in RESPONSES],
+    "long prompts and short ones": [(key, 320 // (key + 1), 30) for key in range(12) for _ in range(4)],
+}
+
+
+@pytest.mark.parametrize("name", SKEWED)
+def test_a_skewed_batch_is_balanced_by_cost(name: str) -> None:
+    sizes, share = SKEWED[name], name.startswith("long prompts")
+    sequences = [
+        make_sequence([1000 + key] * prompt, [2000 + index] * response)
+        for index, (key, prompt, response) in enumerate(sizes)
+    ]
+    by_cost, by_tokens = (
+        plan_rows(
+            [prompt + response for _, prompt, response in sizes],
+            tokens_per_row=1024,
+            num_ranks=4,
+            prompts=[(key, prompt) for key, prompt, _ in sizes] if share else None,
+            pair_cost=pair_cost,
+        )
+        for pair_cost in (PAIR_COST, 0.0)
+    )
+    assert waited_for(sequences, by_cost, share=share) < 1.03
+    assert waited_for(sequences, by_tokens, share=share) > 1.1
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 120)), min_size=1, max_size=40),
+    tokens_per_row=st.integers(256, 512),
+    num_ranks=st.integers(1, 4),
+    share=st.booleans(),
+    pair_cost=st.sampled_from([0.001, 0.01, 0.1]),
+)
+def test_ranks_never_wait_longer_than_if_tokens_were_balanced(
+    sizes: list[tuple[int, int]], tokens_per_row: int, num_ranks: int, share: bool, pair_cost: float
+) -> None:
+    prompts = [(key, 3 + 30 * key) for key, _ in sizes] if share else None
+    lengths = [3 + 30 * key + num for key, num in sizes]
+    plans, waits = [], []
+    for balanced in (pair_cost, 0.0):
+        plan = plan_rows(
+            lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks, prompts=prompts, pair_cost=balanced
+        )
+        rows = [row for microbatch in plan for row in microbatch]
+        assert sorted(index for row in rows for index in row) == list(range(len(sizes)))
+        assert all(num_row_tokens(row, lengths, prompts) <= tokens_per_row for row in rows)
+        costs = [[row_cost(row, lengths, prompts, pair_cost=pair_cost) for row in one] for one in plan]
+        plans.append(plan)
+        waits.append(sum(map(max, costs)))
+    assert len(plans[0]) <= len(plans[1])
+    if len(plans[0]) == len(plans[1]):
+        assert waits[0] <= waits[1] * (1 + 1e-9)
 
 
 def test_padding_is_marked_and_trains_nothing() -> None:

@@ -13,28 +13,48 @@ import numpy as np
 import pytest
 import torch
 
+from forgeasync.algorithms import Loss
 from forgeasync.config import (
     ActivationCheckpointing,
     ModelFacts,
     OptimizerSection,
     ParallelSection,
+    RoutingReplay,
     TrainerSection,
 )
 from forgeasync.models import read_model_facts
-from forgeasync.rollouts import KeptTokens, TeacherRecord, concatenate_kept_tokens
+from forgeasync.rollouts import (
+    FinishReason,
+    KeptTokens,
+    PayloadReader,
+    PayloadWriter,
+    RoutedExperts,
+    TeacherRecord,
+    VersionSpan,
+    concatenate_kept_tokens,
+    decode_rollout,
+)
+from forgeasync.runtime import SampledRollout, store_group
 from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import (
     PackedRow,
     RowForward,
+    TokenPlaces,
     TrainingSequence,
+    assign_rows,
     build_parallel_dims,
+    items_of,
     pack_row,
     titan_config,
+    training_sequence,
+    whole_response,
 )
 from tests.support.families import write_family
 from tests.support.layouts import attention_of
 from tests.support.lora import LORA
+from tests.support.payloads import HOST, MIB
 from tests.support.processes import run_ranks
+from tests.support.rollouts import make_rollout
 from tests.support.trainers import make_sequences
 from tests.trainer.test_loss_in_trainer import (
     PIECES,
@@ -199,6 +219,79 @@ def test_losses_gradients_and_metrics_are_those_of_separate_rows(
             assert separate[0]["packing/shared_token_share"] == 0.0
             assert 0.1 < shared[0]["packing/shared_token_share"] < 0.6
             assert shared[0]["packing/num_prefix_splits"] == NUM_GROUPS
+
+
+def _two_versions(folder: Path, payloads: Path, differs_at: int) -> tuple[PackedRow, Step]:
+    """The row and the step of a group: two responses of version 3, and two of version 4, which trains.
+
+    The prompt was computed under both. From its token ``differs_at`` on, version 4 chose other experts in the
+    last layer.
+    """
+    facts = read_model_facts(str(folder))
+    prompt_ids_P = np.arange(NUM_PROMPT, dtype=np.int32)
+    by_version = {3: np.tile(np.arange(facts.top_k), (NUM_PROMPT, facts.num_layers, 1))}
+    by_version[4] = by_version[3].copy()
+    by_version[4][differs_at:, -1] += 1
+    rollouts = []
+    for index, version in enumerate((3, 4, 3, 4)):
+        num = 5 + index
+        own_RMK = np.tile(np.arange(facts.top_k), (num - 1, facts.num_layers, 1))
+        own = make_rollout(index, NUM_PROMPT, num, facts=facts)
+        branch = dataclasses.replace(
+            own,
+            prompt_ids_P=prompt_ids_P,
+            # Responses begin apart.
+            response_ids_T=np.full(num, index, np.int32),
+            kept_tokens=None,
+            version_spans=(VersionSpan(version=version, start=0, end=num),),
+            routed_experts=RoutedExperts.from_rows(
+                np.concatenate([by_version[version], own_RMK]),
+                num_tokens=NUM_PROMPT + num,
+                num_experts=facts.num_experts,
+            ),
+        )
+        rollouts.append(SampledRollout(branches=(branch,), finish_reason=FinishReason.STOP, episode=index))
+    stored = store_group(PayloadWriter(payloads, HOST, MIB), rollouts, group_id=0, generator_rank=0)
+    assert isinstance(stored, tuple)
+    items = [item for one in stored for item in items_of(one, whole_response(1.0), weight=1.0)]
+    ((planned,),) = assign_rows(items, tokens_per_row=1024, num_ranks=1, share_prefixes=True)
+    reader = PayloadReader(HOST)
+    sequences = [
+        training_sequence(
+            item,
+            decode_rollout(reader.read(item.branch.prompt), reader.read(item.branch.response)),
+            trained_version=4,
+            routing_replay=RoutingReplay.ALL,
+            keep_sampling_mask=True,
+            places=TokenPlaces(None),
+        )
+        for item in planned
+    ]
+    row = pack_row(sequences, share_prefixes=True)
+    return row, step_gradients(unclipped_trainer(folder, Loss(), share_prefixes=True), [row])
+
+
+NUM_PROMPT = 12
+
+
+def test_a_prompt_of_two_versions_is_computed_once_until_their_experts_differ(
+    folder: Path, tmp_path: Path
+) -> None:
+    row, (metrics, _) = run_ranks(1, _two_versions, folder, tmp_path, 7)[0]
+    assert metrics["packing/num_prefix_splits"] == row.num_prefix_splits == 1
+    num_responses = 5 + 6 + 7 + 8
+    num_computed = NUM_PROMPT + (NUM_PROMPT - 7) + num_responses
+    assert int((row.num_uses_L > 0).sum()) == num_computed
+    share = 1.0 - num_computed / (4 * NUM_PROMPT + num_responses)
+    assert metrics["packing/shared_token_share"] == pytest.approx(share)
+    for target in range(row.num_targets):
+        # The prompt that a target sees has the experts of the version that sampled it.
+        place = row.places_T[target]
+        path = [k for k in range(place + 1) if row.visible_until_L[k] > place][:NUM_PROMPT]
+        expected = np.full(NUM_PROMPT, 0)
+        expected[7:] = row.ages_T[target] == 0
+        assert row.expert_ids_LMK[path, -1, 0].tolist() == expected.tolist()
+        assert (row.expert_ids_LMK[path, 0, 0] == 0).all()
 
 
 def _in_float64(folder: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
