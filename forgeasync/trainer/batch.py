@@ -308,8 +308,8 @@ def assign_rows(
     *,
     tokens_per_row: int,
     num_ranks: int,
+    pair_cost: float,
     share_prefixes: bool = False,
-    pair_cost: float = 0.0,
 ) -> list[list[list[TrainingItem]]]:
     """Return the items of each row, ``[rank][microbatch]``, with the same number of microbatches per rank.
 

@@ -254,7 +254,7 @@ def _two_versions(folder: Path, payloads: Path, differs_at: int) -> tuple[Packed
     stored = store_group(PayloadWriter(payloads, HOST, MIB), rollouts, group_id=0, generator_rank=0)
     assert isinstance(stored, tuple)
     items = [item for one in stored for item in items_of(one, whole_response(1.0), weight=1.0)]
-    ((planned,),) = assign_rows(items, tokens_per_row=1024, num_ranks=1, share_prefixes=True)
+    ((planned,),) = assign_rows(items, tokens_per_row=1024, num_ranks=1, pair_cost=0.0, share_prefixes=True)
     reader = PayloadReader(HOST)
     sequences = [
         training_sequence(

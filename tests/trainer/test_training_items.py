@@ -51,12 +51,27 @@ def test_every_item_is_dealt_once_and_as_many_rows_to_every_rank() -> None:
         [make_group(index, (0.0, 1.0, 0.5), num_tokens=9) for index in range(5)], [1.0] * 5, algorithm(Grpo())
     )
     # Two items of 1 + 9 tokens fit in a row.
-    rows = assign_rows(items, tokens_per_row=25, num_ranks=3)
+    rows = assign_rows(items, tokens_per_row=25, num_ranks=3, pair_cost=0.0)
     assert [len(of_rank) for of_rank in rows] == [3, 3, 3]
     assigned = [id(item) for of_rank in rows for row in of_rank for item in row]
     assert sorted(assigned) == sorted(map(id, items))
     assert all(sum(item.num_tokens for item in row) <= 25 for of_rank in rows for row in of_rank)
     assert items[0].num_tokens == 10
+
+
+def test_ranks_are_balanced_by_what_tokens_see_too() -> None:
+    """With prompts of a token: 51 tokens see 1,326, 31 see 496 and 9 see 45."""
+    lengths = (50, 30, 30, *[8] * 12)
+    stored = [make_stored_rollout((0, 0, num)) for num in lengths]
+    items = [item for one in stored for item in items_of(one, whole_response(1.0), weight=1.0)]
+
+    def num_tokens(pair_cost: float) -> list[int]:
+        rows = assign_rows(items, tokens_per_row=200, num_ranks=2, pair_cost=pair_cost)
+        return [sum(item.num_tokens for item in row) for ((row),) in rows]
+
+    assert num_tokens(0.0) == [114, 107]
+    # A token costs 1, and 1 for each that it sees: 2 x 527 + 9 x 54 = 1,540, and 1,377 + 3 x 54 = 1,539.
+    assert num_tokens(1.0) == [2 * 31 + 9 * 9, 51 + 3 * 9]
 
 
 NUM_PROMPT_TOKENS = 3

@@ -137,7 +137,7 @@ async def _train_on_fresh(trainer: TrainerMesh, generators: GeneratorRouter) -> 
         for index, rollout in enumerate(answer)
         for item in items_of(rollout, whole_response(1.0 if index % 2 else -1.0), weight=1.0)
     ]
-    rows = assign_rows(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
+    rows = assign_rows(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks, pair_cost=0.0)
     result = await trainer.train_items([rows], step=NUM_UPDATES + 1)
     await generators.free_payloads(answer)
     return result.metrics

@@ -11,7 +11,21 @@ from hypothesis import strategies as st
 from forgeasync.buffer import Start
 from forgeasync.config import AgeOf, BufferSection, Interruption, ScorerSection, StaleGroups, WeightsSection
 from forgeasync.plugins.simulator import Prediction, Profile, RunSimulation, SimulatedRun, simulate, what_if
+from forgeasync.rollouts import padded_length
 from tests.support.profiles import simple_profile, small_run
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_training_takes_what_the_rows_of_a_batch_compute(share: bool) -> None:
+    """4 groups of 4 sequences with a prompt of 10 tokens, and 20 more; a token also pays for those it sees."""
+    num_copies = 1 if share else 4
+    num_tokens = 4 * (num_copies * 10 + 4 * 20)
+    num_pairs = 4 * (num_copies * 10 * 11 // 2 + 4 * sum(range(11, 31)))
+    run = small_run(share_prefixes=share, pair_cost=0.05)
+    steps = simulate(run, simple_profile(lengths=(20.0, 20.0), token_s=1e-3)).steps
+    expected_s = 1e-3 * (padded_length(num_tokens) + 0.05 * num_pairs)
+    assert [step.train_s for step in steps] == pytest.approx([expected_s] * 12)
+
 
 runs = st.builds(
     small_run,
