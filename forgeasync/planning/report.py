@@ -4,7 +4,7 @@ The memory plan of each role is compared with a GPU's memory. For a trainer that
 fits is proposed. For a generator, the report shows which ``weights.shadow`` fits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -28,6 +28,7 @@ from forgeasync.config import (
     StdioServer,
     environment_name,
     gpus_per_host,
+    longest_response,
     num_gpus_needed,
     num_hosts,
     resolve,
@@ -53,11 +54,13 @@ from forgeasync.planning.parameters import (
     active_parameters,
     count_parameters,
     generator_parameters_per_rank,
+    pair_cost,
     total_bytes,
     trainer_parameters_per_rank,
 )
 from forgeasync.planning.trainer_memory import trainer_memory
 from forgeasync.planning.weight_times import weight_times
+from forgeasync.rollouts import Prompt, num_row_tokens, plan_rows
 
 GPUS_OF_HOST = 8
 """Assumed GPUs per host, for a config that names no hosts and needs more than one."""
@@ -268,9 +271,17 @@ def _steps(config: RunConfig, facts: ModelFacts) -> list[Row]:
     algorithm, parallel = config.algorithm, config.trainer.parallel
     context, row_length = config.model.max_context_length, config.trainer.tokens_per_row
     rollouts = algorithm.group_size * algorithm.groups_per_step
-    ranks = parallel.data_replicate * parallel.data_shard
-    rows = -(-rollouts // (row_length // context))
-    microbatches = -(-rows // ranks)
+    lengths, prompt, prompts = [context] * rollouts, context - longest_response(config), None
+    if config.trainer.share_prefixes:
+        prompts = [(index // algorithm.group_size, prompt) for index in range(rollouts)]
+    plan = plan_rows(
+        lengths,
+        tokens_per_row=row_length,
+        num_ranks=parallel.data_replicate * parallel.data_shard,
+        prompts=prompts,
+        pair_cost=pair_cost(facts),
+    )
+    rows = [row for microbatch in plan for row in microbatch if row]
     held = int(config.generator.kv_cache_gib * 2**30) // kv_bytes_per_token(config, facts)
     groups = f"{algorithm.groups_per_step} groups of {algorithm.group_size}"
     optimizer = config.trainer.optimizer
@@ -285,7 +296,8 @@ def _steps(config: RunConfig, facts: ModelFacts) -> list[Row]:
         ("learning rate", f"{optimizer.learning_rate:g}", reached),
         ("rollouts per step", f"{rollouts:,}", groups),
         ("tokens per step", f"<= {rollouts * context:,}", f"if every one has {context:,} tokens"),
-        ("rows per step", f"<= {rows:,}", f"of {row_length:,} tokens; {microbatches} a data-parallel rank"),
+        *([] if prompts is None else [_computed(rows, lengths, prompts)]),
+        ("rows per step", f"<= {len(rows):,}", f"of {row_length:,} tokens; {len(plan)} a data-parallel rank"),
         (
             "KV cache holds",
             f"{held:,}",
@@ -293,6 +305,13 @@ def _steps(config: RunConfig, facts: ModelFacts) -> list[Row]:
             f"{config.generator.max_num_seqs})",
         ),
     ]
+
+
+def _computed(rows: Sequence[Sequence[int]], lengths: Sequence[int], prompts: Sequence[Prompt]) -> Row:
+    num = sum(num_row_tokens(row, lengths, prompts) for row in rows)
+    (_, prompt), share = prompts[0], num / sum(lengths)
+    how = f"with prompts of {prompt:,} once a row" if prompt else "as prompts of episodes have any length"
+    return ("computed tokens", f"<= {num:,}", f"{share:.1%} of them {how} (trainer.share_prefixes)")
 
 
 def _staleness(config: RunConfig) -> list[Row]:

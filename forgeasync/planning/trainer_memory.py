@@ -15,7 +15,14 @@ while no other layer is gathered.
 import math
 from dataclasses import dataclass, replace
 
-from forgeasync.config import ActivationCheckpointing, Dtype, ModelFacts, RunConfig, num_averages
+from forgeasync.config import (
+    ActivationCheckpointing,
+    Dtype,
+    ModelFacts,
+    RunConfig,
+    longest_response,
+    num_averages,
+)
 from forgeasync.models import (
     BYTES_PER_ELEMENT,
     GATHER_BLOCK_BYTES,
@@ -79,7 +86,12 @@ def trainer_memory(
     is_offloaded = trainer.cpu_offload and machine is Machine.GPU
     chunk = min(trainer.tokens_per_row // trainer.parallel.context, LOGITS_CHUNK_TOKENS)
     how = {
-        "activations": f"one row, activation_checkpointing {trainer.activation_checkpointing.value}",
+        "activations": f"one row, activation_checkpointing {trainer.activation_checkpointing.value}"
+        + (
+            ", keys of shared prompts for each sequence"
+            if trainer.share_prefixes and machine is Machine.GPU
+            else ""
+        ),
         "logits chunk": f"{chunk:,} tokens, with gradients and what kept sets take",
         "gathered weights": f"in {trainer.dtype.value}, by FSDP2",
         "gathered gradients": "before they are reduced, and float32 buffers",
@@ -333,6 +345,19 @@ class _Part:
     passing: float
 
 
+def _prompt_keys(config: RunConfig) -> int:
+    """Return the prompt tokens of a row's sequences, if sequences share prompts.
+
+    They are computed once, but on GPUs keys and values are gathered for each sequence. The sequences are as
+    long as the config allows; a row can have more shorter ones.
+    """
+    size, num_response_tokens = config.algorithm.group_size, longest_response(config)
+    num_prompt_tokens = config.model.max_context_length - num_response_tokens
+    num_computed = num_prompt_tokens + size * num_response_tokens
+    num_sequences = config.trainer.tokens_per_row * size // num_computed
+    return num_sequences * num_prompt_tokens if config.trainer.share_prefixes and num_sequences > 1 else 0
+
+
 class _Count:
     """Counts the bytes of the tensors of one row on one rank."""
 
@@ -349,9 +374,10 @@ class _Count:
         """Tokens that the attention kernel processes; on CPUs every rank pads its part to the whole row."""
         if self._on_cpus:
             self.kernel_tokens = float(config.trainer.tokens_per_row)
-        self.key_tokens = float(config.trainer.tokens_per_row)
-        """Tokens whose keys and values attention keeps, gathered from all context-parallel ranks."""
-        self._gathers_keys = parallel.context > 1 and not self._on_cpus
+        self.key_tokens = float(config.trainer.tokens_per_row + _prompt_keys(config))
+        """Tokens whose keys and values attention keeps on GPUs: gathered from all context-parallel ranks, or
+        for each sequence that shares its prompt."""
+        self._gathers_keys = self.key_tokens > self.tokens and not self._on_cpus
         self.local_tokens = self.tokens / (parallel.tensor if parallel.sequence else 1)
         """Tokens of this rank between two tensor-parallel matrix products."""
         self._keeps_products = config.trainer.compile or config.lora is not None
@@ -404,7 +430,8 @@ class _Count:
             # Gradients of the kernel's inputs and output; on CPUs with float32 copies of all of these.
             passing=self.kernel_tokens
             * (3 * kernel * FLOAT32_BYTES if self._on_cpus else (2 * queries + keys + values + out) * element)
-            # Gradients of gathered keys and values, twice: of the part, and of whole rows before the sum.
+            # Gradients of gathered keys and values, twice: of the part, and of whole rows before the sum; or
+            # of each sequence, and in float32 before the sum, of keys and then of values.
             + 2 * gathered,
         )
 

@@ -372,7 +372,7 @@ def plan_rows(
     Deterministic, and depends on lengths and prompts alone.
 
     With ``prompts``, the prompt of each sequence, a row has every prompt once, and sequences with one prompt
-    are assigned together, unless they take more than half a row.
+    are assigned together: as many as fit in half a row, or in a whole one if ranks wait less then.
 
     Raises:
         ValueError: A sequence is longer than a row.
@@ -382,26 +382,25 @@ def plan_rows(
             raise ValueError(
                 f"sequence {index} has {length} tokens, more than trainer.tokens_per_row = {tokens_per_row}"
             )
-    bundles = [[index] for index in range(len(lengths))]
-    if prompts is not None:
-        bundles = _bundles(lengths, prompts, tokens_per_row // 2)
 
     def cost_of(row: Sequence[int]) -> float:
         return row_cost(row, lengths, prompts, pair_cost=pair_cost)
 
-    def in_microbatches(filled: list[list[int]]) -> list[list[list[int]]]:
-        rows = [[index for bundle in row for index in bundles[bundle]] for row in filled]
-        rows.sort(key=cost_of, reverse=True)
-        return [rows[first : first + num_ranks] for first in range(0, len(rows), num_ranks)]
-
-    sizes = [num_row_tokens(bundle, lengths, prompts) for bundle in bundles]
-    costs = [cost_of(bundle) for bundle in bundles]
-    num_rows = num_ranks * max(1, -(-sum(sizes) // (tokens_per_row * num_ranks)))
+    choices = []
+    for most in (tokens_per_row // 2, tokens_per_row):
+        bundles = _bundles(lengths, prompts, most)
+        sizes = [num_row_tokens(bundle, lengths, prompts) for bundle in bundles]
+        choices += [(bundles, sizes, loads) for loads in ([cost_of(bundle) for bundle in bundles], sizes)]
+    num_microbatches = max(1, -(-min(sum(sizes) for _, sizes, _ in choices) // (tokens_per_row * num_ranks)))
     plans: list[list[list[list[int]]]] = []
     while not plans:
-        found = (_fill(loads, sizes, tokens_per_row, num_rows) for loads in (costs, sizes))
-        plans = [in_microbatches(filled) for filled in found if filled is not None]
-        num_rows += num_ranks
+        for bundles, sizes, loads in choices:
+            filled = _fill(loads, sizes, tokens_per_row, num_microbatches * num_ranks)
+            if filled is not None:
+                rows = [[index for bundle in row for index in bundles[bundle]] for row in filled]
+                rows.sort(key=cost_of, reverse=True)
+                plans.append([rows[first : first + num_ranks] for first in range(0, len(rows), num_ranks)])
+        num_microbatches += 1
     return min(plans, key=lambda plan: sum(cost_of(rows[0]) for rows in plan))
 
 
@@ -435,8 +434,10 @@ def _row_sum(
     return own + sum(map(of_first, of_prompts.values()))
 
 
-def _bundles(lengths: Sequence[int], prompts: Sequence[Prompt], most: int) -> list[list[int]]:
+def _bundles(lengths: Sequence[int], prompts: Sequence[Prompt] | None, most: int) -> list[list[int]]:
     """Return sequences with one prompt together, in bundles of at most ``most`` tokens if possible."""
+    if prompts is None:
+        return [[index] for index in range(len(lengths))]
     by_prompt: dict[Hashable, list[int]] = {}
     for index, (key, _) in enumerate(prompts):
         by_prompt.setdefault(key, []).append(index)

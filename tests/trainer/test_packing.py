@@ -157,8 +157,10 @@ def test_sequences_with_one_prompt_are_planned_together() -> None:
     lengths = [8, 5, 7, 4, 9]
     assert plan_rows(lengths, tokens_per_row=40, num_ranks=1, prompts=prompts) == [[[4, 0, 2, 1, 3]]]
     assert num_row_tokens([4, 0, 2, 1, 3], lengths, prompts) == 6 + 3 + 2 + 1 + 5 + 4
-    # A bundle takes at most half a row.
-    assert plan_rows(lengths, tokens_per_row=20, num_ranks=1, prompts=prompts) == [[[4, 1]], [[0, 2, 3]]]
+    # In two rows they take 12 and 5 + 4; a bundle of half a row would have one of them.
+    assert plan_rows(lengths, tokens_per_row=20, num_ranks=1, prompts=prompts) == [[[4, 0, 2]], [[1, 3]]]
+    # A bundle of a whole row would leave nothing to the other rank.
+    assert plan_rows([6] * 4, tokens_per_row=20, num_ranks=2, prompts=[("a", 2)] * 4) == [[[0, 1], [2, 3]]]
 
 
 @given(

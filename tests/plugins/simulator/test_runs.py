@@ -17,7 +17,7 @@ from tests.support.profiles import simple_profile, small_run
 
 @pytest.mark.parametrize("share", [False, True])
 def test_training_takes_what_the_rows_of_a_batch_compute(share: bool) -> None:
-    """4 groups of 4 sequences with a prompt of 10 tokens, and 20 more; a token also pays for those it sees."""
+    """4 groups of 4 sequences of 10 + 20 tokens; a token also costs a part for each that it sees."""
     num_copies = 1 if share else 4
     num_tokens = 4 * (num_copies * 10 + 4 * 20)
     num_pairs = 4 * (num_copies * 10 * 11 // 2 + 4 * sum(range(11, 31)))
