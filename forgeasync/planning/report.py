@@ -310,8 +310,8 @@ def _steps(config: RunConfig, facts: ModelFacts) -> list[Row]:
 def _computed(rows: Sequence[Sequence[int]], lengths: Sequence[int], prompts: Sequence[Prompt]) -> Row:
     num = sum(num_row_tokens(row, lengths, prompts) for row in rows)
     (_, prompt), share = prompts[0], num / sum(lengths)
-    how = f"with prompts of {prompt:,} once a row" if prompt else "as prompts of episodes have any length"
-    return ("computed tokens", f"<= {num:,}", f"{share:.1%} of them {how} (trainer.share_prefixes)")
+    how = f"a row has a prompt of {prompt:,} tokens once" if prompt else "prompts of episodes may be short"
+    return ("computed tokens", f"<= {num:,}", f"{share:.1%} of these: {how} (trainer.share_prefixes)")
 
 
 def _staleness(config: RunConfig) -> list[Row]:

@@ -348,8 +348,8 @@ class _Part:
 def _prompt_keys(config: RunConfig) -> int:
     """Return the prompt tokens of a row's sequences, if sequences share prompts.
 
-    They are computed once, but on GPUs keys and values are gathered for each sequence. The sequences are as
-    long as the config allows; a row can have more shorter ones.
+    They are computed once, but on GPUs keys and values are gathered for each sequence. The row is one of
+    whole groups of sequences that are as long as the config allows; it can have more shorter ones.
     """
     size, num_response_tokens = config.algorithm.group_size, longest_response(config)
     num_prompt_tokens = config.model.max_context_length - num_response_tokens

@@ -194,6 +194,46 @@ def test_30b_table(config: RunConfig, facts: ModelFacts) -> None:
     assert rows["trainer rank: total"][0].endswith("GiB")
 
 
+def test_shared_prompts_are_counted_once() -> None:
+    """24 groups of 8 sequences of 32 + 128 tokens; two groups fit in a row."""
+    overrides = ["trainer.parallel={num_procs: 1, expert: 1}"]
+
+    def row(name: str, *more: str) -> list[str]:
+        text = render(load_config(CONFIGS / "tiny_moe_cpu.yaml", [*overrides, *more]), SMOLLM2)
+        return [cell.strip() for line in text.splitlines() if f" {name} " in line for cell in line.split("│")]
+
+    num = 24 * (32 + 8 * 128)
+    what = "82.5% of these: a row has a prompt of 32 tokens once (trainer.share_prefixes)"
+    assert row("computed tokens")[2:4] == [f"<= {num:,}", what]
+    assert row("rows per step")[2] == "<= 12"
+    assert row("computed tokens", "trainer.share_prefixes=false") == []
+    assert row("rows per step", "trainer.share_prefixes=false")[2] == f"<= {-(-192 // (3072 // 160))}"
+    assert row("computed tokens", "environment={kind: python_tool}")[2] == f"<= {192 * 160:,}"
+
+
+def test_keys_of_shared_prompts_take_memory_on_gpus(facts: ModelFacts) -> None:
+    """Of 16 sequences in a row of 64 Ki tokens: with one prompt, which is computed once."""
+    config = ["sampling.max_response_tokens=2048", "trainer.tokens_per_row=65536"]
+
+    def added(machine: Machine, *more: str) -> float:
+        with_and_without = (
+            trainer_memory(
+                load_config(CONFIG_FILE, [*config, *more, f"trainer.share_prefixes={share}"]),
+                facts,
+                count_parameters(facts),
+                machine,
+            )
+            for share in ("true", "false")
+        )
+        shared, separate = (sizes(memory.come_and_go)["activations"] for memory in with_and_without)
+        return shared - separate
+
+    of_layer = 16 * 30_720 * 2 * facts.num_kv_heads * facts.head_dim * 2
+    assert added(Machine.GPU) == of_layer
+    assert added(Machine.GPU, "trainer.activation_checkpointing=none") == facts.num_layers * of_layer
+    assert added(Machine.CPU) == 0
+
+
 EPISODES = "episodes={num_workers: 3, max_live_per_worker: 32}; sandbox={kind: bubblewrap, memory_mib: 512}"
 SERVERS = "{a: {kind: stdio, command: [x]}, b: {kind: http, url: 'http://h'}}"
 
