@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from forgeasync.config import EXPERT_TARGETS, ModelFacts, RunConfig
+from forgeasync.config import EXPERT_TARGETS, ModelFacts, RunConfig, longest_response
 from forgeasync.models import (
     BYTES_PER_ELEMENT,
     expected_shapes,
@@ -129,6 +129,11 @@ def pair_cost(facts: ModelFacts) -> float:
     """
     of_pair = facts.num_layers * facts.num_heads * (facts.head_dim + facts.value_head_dim)
     return of_pair / active_parameters(facts, count_parameters(facts))
+
+
+def longest_prompt(config: RunConfig) -> int:
+    """Return the tokens that the longest response leaves to a prompt; of episodes it is not known: 0."""
+    return config.model.max_context_length - longest_response(config)
 
 
 def merged_bytes(config: RunConfig, facts: ModelFacts, machine: Machine) -> int:

@@ -28,7 +28,6 @@ from forgeasync.config import (
     StdioServer,
     environment_name,
     gpus_per_host,
-    longest_response,
     num_gpus_needed,
     num_hosts,
     resolve,
@@ -54,7 +53,7 @@ from forgeasync.planning.parameters import (
     active_parameters,
     count_parameters,
     generator_parameters_per_rank,
-    pair_cost,
+    longest_prompt,
     total_bytes,
     trainer_parameters_per_rank,
 )
@@ -271,16 +270,11 @@ def _steps(config: RunConfig, facts: ModelFacts) -> list[Row]:
     algorithm, parallel = config.algorithm, config.trainer.parallel
     context, row_length = config.model.max_context_length, config.trainer.tokens_per_row
     rollouts = algorithm.group_size * algorithm.groups_per_step
-    lengths, prompt, prompts = [context] * rollouts, context - longest_response(config), None
+    ranks = parallel.data_replicate * parallel.data_shard
+    lengths, prompts = [context] * rollouts, None
     if config.trainer.share_prefixes:
-        prompts = [(index // algorithm.group_size, prompt) for index in range(rollouts)]
-    plan = plan_rows(
-        lengths,
-        tokens_per_row=row_length,
-        num_ranks=parallel.data_replicate * parallel.data_shard,
-        prompts=prompts,
-        pair_cost=pair_cost(facts),
-    )
+        prompts = [(index // algorithm.group_size, longest_prompt(config)) for index in range(rollouts)]
+    plan = plan_rows(lengths, tokens_per_row=row_length, num_ranks=ranks, prompts=prompts)
     rows = [row for microbatch in plan for row in microbatch if row]
     held = int(config.generator.kv_cache_gib * 2**30) // kv_bytes_per_token(config, facts)
     groups = f"{algorithm.groups_per_step} groups of {algorithm.group_size}"

@@ -15,14 +15,7 @@ while no other layer is gathered.
 import math
 from dataclasses import dataclass, replace
 
-from forgeasync.config import (
-    ActivationCheckpointing,
-    Dtype,
-    ModelFacts,
-    RunConfig,
-    longest_response,
-    num_averages,
-)
+from forgeasync.config import ActivationCheckpointing, Dtype, ModelFacts, RunConfig, num_averages
 from forgeasync.models import (
     BYTES_PER_ELEMENT,
     GATHER_BLOCK_BYTES,
@@ -36,6 +29,7 @@ from forgeasync.planning.parameters import (
     Machine,
     MemoryItem,
     ParameterCounts,
+    longest_prompt,
     total_bytes,
     trained_parameters_per_rank,
     trainer_parameters_per_rank,
@@ -87,11 +81,7 @@ def trainer_memory(
     chunk = min(trainer.tokens_per_row // trainer.parallel.context, LOGITS_CHUNK_TOKENS)
     how = {
         "activations": f"one row, activation_checkpointing {trainer.activation_checkpointing.value}"
-        + (
-            ", keys of shared prompts for each sequence"
-            if trainer.share_prefixes and machine is Machine.GPU
-            else ""
-        ),
+        + ", keys of shared prompts for each sequence" * (trainer.share_prefixes and machine is Machine.GPU),
         "logits chunk": f"{chunk:,} tokens, with gradients and what kept sets take",
         "gathered weights": f"in {trainer.dtype.value}, by FSDP2",
         "gathered gradients": "before they are reduced, and float32 buffers",
@@ -351,11 +341,10 @@ def _prompt_keys(config: RunConfig) -> int:
     They are computed once, but on GPUs keys and values are gathered for each sequence. The row is one of
     whole groups of sequences that are as long as the config allows; it can have more shorter ones.
     """
-    size, num_response_tokens = config.algorithm.group_size, longest_response(config)
-    num_prompt_tokens = config.model.max_context_length - num_response_tokens
-    num_computed = num_prompt_tokens + size * num_response_tokens
-    num_sequences = config.trainer.tokens_per_row * size // num_computed
-    return num_sequences * num_prompt_tokens if config.trainer.share_prefixes and num_sequences > 1 else 0
+    size, prompt = config.algorithm.group_size, longest_prompt(config)
+    of_group = size * config.model.max_context_length - (size - 1) * prompt
+    num_sequences = config.trainer.tokens_per_row * size // of_group
+    return num_sequences * prompt if config.trainer.share_prefixes and num_sequences > 1 else 0
 
 
 class _Count:

@@ -21,8 +21,7 @@ Shape suffixes: T tokens of one request's output, or of the response of a branch
 them with a routing record, M MoE layers, K top-k.
 """
 
-import heapq
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -406,7 +405,7 @@ def plan_rows(
 
 def num_row_tokens(row: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt] | None) -> int:
     """Return the tokens of a row of ``plan_rows``, which has every prompt once."""
-    return _row_sum(int, row, lengths, prompts)
+    return int(row_cost(row, lengths, prompts, pair_cost=0.0))
 
 
 def row_cost(
@@ -416,17 +415,10 @@ def row_cost(
 
     A token sees itself and the tokens before it in its sequence.
     """
-    num_pairs = _row_sum(lambda num: num * (num + 1) // 2, row, lengths, prompts)
-    return num_row_tokens(row, lengths, prompts) + pair_cost * num_pairs
 
+    def of_first(num_tokens: int) -> float:
+        return num_tokens + pair_cost * (num_tokens * (num_tokens + 1) // 2)
 
-def _row_sum(
-    of_first: Callable[[int], int],
-    row: Sequence[int],
-    lengths: Sequence[int],
-    prompts: Sequence[Prompt] | None,
-) -> int:
-    """Return the sum over a row's tokens of what ``of_first`` returns for the first tokens of a sequence."""
     if prompts is None:
         return sum(of_first(lengths[index]) for index in row)
     of_prompts = dict(prompts[index] for index in row)
@@ -457,19 +449,12 @@ def _fill(
     loads: Sequence[float], sizes: Sequence[int], tokens_per_row: int, num_rows: int
 ) -> list[list[int]] | None:
     rows: list[list[int]] = [[] for _ in range(num_rows)]
-    room = [tokens_per_row] * num_rows
-    # Heap of (load, index) of each row; the row with the lowest load comes first.
-    lowest = [(0.0, row) for row in range(num_rows)]
+    load, room = np.zeros(num_rows), np.full(num_rows, tokens_per_row)
     for index in sorted(range(len(loads)), key=lambda index: (-loads[index], index)):
-        full = []
-        while lowest and room[lowest[0][1]] < sizes[index]:
-            full.append(heapq.heappop(lowest))
-        if not lowest:
+        row = int(np.where(room >= sizes[index], load, np.inf).argmin())
+        if room[row] < sizes[index]:
             return None
-        load, row = lowest[0]
         rows[row].append(index)
+        load[row] += loads[index]
         room[row] -= sizes[index]
-        heapq.heapreplace(lowest, (load + loads[index], row))
-        for one in full:
-            heapq.heappush(lowest, one)
     return rows

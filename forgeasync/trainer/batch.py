@@ -327,9 +327,7 @@ def assign_rows(
         prompts=prompts,
         pair_cost=pair_cost,
     )
-    return [
-        [[items[index] for index in microbatch[rank]] for microbatch in plan] for rank in range(num_ranks)
-    ]
+    return [[[items[index] for index in rows[rank]] for rows in plan] for rank in range(num_ranks)]
 
 
 def training_sequence(

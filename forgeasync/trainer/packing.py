@@ -270,13 +270,9 @@ def pack_rows(
     sequences: Sequence[TrainingSequence], *, tokens_per_row: int, num_ranks: int
 ) -> list[list[PackedRow]]:
     """Pack sequences into rows ``[rank][microbatch]``, with the same number of microbatches per rank."""
-    plan = plan_rows(
-        [sequence.num_tokens for sequence in sequences], tokens_per_row=tokens_per_row, num_ranks=num_ranks
-    )
-    return [
-        [pack_row([sequences[index] for index in microbatch[rank]]) for microbatch in plan]
-        for rank in range(num_ranks)
-    ]
+    lengths = [one.num_tokens for one in sequences]
+    plan = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks)
+    return [[pack_row([sequences[i] for i in rows[rank]]) for rows in plan] for rank in range(num_ranks)]
 
 
 def write_rows(folder: Path, rows: Sequence[PackedRow], *, rank: int, reason: str) -> None:

@@ -272,27 +272,6 @@ class RunSimulation:
         self._go_on()
 
 
-def packed_size(
-    lengths: Sequence[int],
-    *,
-    tokens_per_row: int,
-    num_ranks: int,
-    prompts: Sequence[Prompt] | None,
-    pair_cost: float,
-) -> tuple[int, float]:
-    """Return the rows of each data rank, and ``TrainPoint.cost``."""
-
-    def cost(row: Sequence[int]) -> float:
-        num_tokens = num_row_tokens(row, lengths, prompts)
-        padding = padded_length(num_tokens) - num_tokens
-        return padding + row_cost(row, lengths, prompts, pair_cost=pair_cost)
-
-    plan = plan_rows(
-        lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks, prompts=prompts, pair_cost=pair_cost
-    )
-    return len(plan), sum(max(map(cost, rows)) for rows in plan)
-
-
 def step_sizes(
     groups: Sequence[Sequence[tuple[int, int]]],
     *,
@@ -302,7 +281,7 @@ def step_sizes(
     share_prefixes: bool,
     pair_cost: float,
 ) -> list[tuple[int, float]]:
-    """Return the ``packed_size`` of each optimizer step of a batch.
+    """Return ``num_rows`` and ``cost`` of a ``TrainPoint`` for each optimizer step of a batch.
 
     ``groups`` has the tokens of each sequence's prompt and response; the sequences of a group have one
     prompt.
@@ -310,18 +289,21 @@ def step_sizes(
     size, found = len(groups) // steps_per_batch, []
     for start in range(0, len(groups), size):
         of_step = [(index, *one) for index in range(start, start + size) for one in groups[index]]
-        found.append(
-            packed_size(
-                [prompt + response for _, prompt, response in of_step],
-                tokens_per_row=tokens_per_row,
-                num_ranks=num_ranks,
-                prompts=[((index, prompt), prompt) for index, prompt, _ in of_step]
-                if share_prefixes
-                else None,
-                pair_cost=pair_cost,
-            )
+        lengths = [prompt + response for _, prompt, response in of_step]
+        prompts = [((index, prompt), prompt) for index, prompt, _ in of_step] if share_prefixes else None
+        plan = plan_rows(
+            lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks, prompts=prompts, pair_cost=pair_cost
         )
+        costs = ([_padded_cost(row, lengths, prompts, pair_cost) for row in rows] for rows in plan)
+        found.append((len(plan), sum(map(max, costs))))
     return found
+
+
+def _padded_cost(
+    row: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt] | None, pair_cost: float
+) -> float:
+    num_tokens = num_row_tokens(row, lengths, prompts)
+    return row_cost(row, lengths, prompts, pair_cost=pair_cost) + padded_length(num_tokens) - num_tokens
 
 
 def _branches(groups: Iterable[Group]) -> Iterator[StoredBranch]:

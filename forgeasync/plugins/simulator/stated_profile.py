@@ -150,9 +150,8 @@ def _train(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> tup
     """
     trainer = config.trainer
     passes = 4 if trainer.activation_checkpointing is ActivationCheckpointing.FULL else 3
-    procs_per_rank = trainer.parallel.tensor * trainer.parallel.context
-    token_s = passes * 2 * active_parameters(facts, counts)
-    token_s /= procs_per_rank * FLOPS_PER_S * TRAIN_EFFICIENCY
+    flops_per_s = trainer.parallel.tensor * trainer.parallel.context * FLOPS_PER_S * TRAIN_EFFICIENCY
+    token_s = passes * 2 * active_parameters(facts, counts) / flops_per_s
     optimizer_s = OPTIMIZER_BYTES * trainer_parameters_per_rank(config, counts) / DEVICE_BYTES_PER_S
     return tuple(
         TrainPoint(
