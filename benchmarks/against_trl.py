@@ -296,11 +296,8 @@ def main() -> None:
     )
     content = {
         "machine": machine_facts(),
-        "config": str(CONFIG.relative_to(REPOSITORY)),
         "overrides": overrides,
-        "skipped_steps": SKIPPED_STEPS,
         "measured_steps": arguments.steps,
-        "trl_settings": {"micro_batch": MICRO_BATCH, "experts": EXPERTS, "wait_policy": TRL_WAIT_POLICY},
         "baseline": baseline,
         "medians": middle,
         "runs": measurements,

@@ -1,8 +1,8 @@
 """Breaks a run at random and checks that it lost nothing.
 
     python benchmarks/chaos.py --faults N --seed S [--role ROLE ...] [--kind KIND ...] [--moment MOMENT ...]
-        [--config FILE ... | --witness] [key.path=value ...] [--reference-runs K]
-        [--steps-per-fault N] [--limit-s S] [--off] [--out FOLDER]
+        [--config FILE ... | --witness] [key.path=value ...] [--steps-per-fault N] [--limit-s S] [--off]
+        [--undisturbed RUN RUN] [--out FOLDER]
 
 Starts ``apps.grpo`` on the embedded default, or on FILE, for enough steps. The seed determines role, moment,
 kind, process and time of each fault; ``chaos_faults.py`` has the tables. Injected faults are written to
@@ -13,12 +13,11 @@ Afterwards this checks that
 - metrics.jsonl has each step once, and the batches in rollouts.jsonl have each group once;
 - with ``--witness``, the weights show that each group was trained on once (``chaos_witness.py``);
 - ``apps.verify`` passes;
-- the held-out accuracy lies in the band of runs without faults, and the lengths of responses near theirs;
+- with ``--undisturbed``, lengths of responses are near those of two runs without faults;
 - no process and no file in shared memory remains.
 
 The exit code is 1 with the first difference. ``--off`` injects nothing, so that the checks have to fail.
-``--reference-runs`` measures the band with K runs of other seeds. It is widened on both sides by the
-difference of their accuracies, and by 0.02 at least.
+With other values of ``seed=``, the folders ``run`` that it leaves are of runs without faults.
 """
 
 import argparse
@@ -34,9 +33,8 @@ from chaos_faults import HOST, KINDS, SUPERVISED, TEACHER, Kind, Moment, Planned
 from chaos_injector import Injector, Orders
 from chaos_report import (
     Evidence,
-    accuracy_of,
     first_difference,
-    length_distances,
+    length_problem,
     lost_times,
     match,
     print_faults,
@@ -53,11 +51,11 @@ from forgeasync.config import LocalLauncher, RunConfig, load_config
 ALL_ROLLOUTS = 1_000_000
 """Value of ``logging.rollouts_per_step`` that writes every rollout of every batch."""
 
-BAND_MARGIN = 0.02
-"""Smallest widening of a measured band on both sides."""
-
 HANG_LIMIT_S = 40
 """Deadline of the trainer's calls if a collective hangs, in place of ten minutes."""
+
+FILES = ("faults", "ledger", "metrics", "rollouts")
+"""Files that ``Evidence`` has."""
 
 
 def ledger_problem(folder: Path) -> str | None:
@@ -71,13 +69,6 @@ def ledger_problem(folder: Path) -> str | None:
     return verdict.contradiction
 
 
-def measured_band(accuracies: Sequence[float]) -> tuple[float, float]:
-    """Return the range of accuracies, widened on both sides."""
-    low, high = min(accuracies), max(accuracies)
-    margin = max(high - low, BAND_MARGIN)
-    return low - margin, high + margin
-
-
 def parse(parser: argparse.ArgumentParser, kinds: Sequence[Kind]) -> argparse.Namespace:
     """Parse the options that this program and ``chaos_cluster.py`` share, and those of ``parser``."""
     parser.add_argument("--faults", type=int, required=True, help="number of faults")
@@ -86,12 +77,15 @@ def parse(parser: argparse.ArgumentParser, kinds: Sequence[Kind]) -> argparse.Na
     parser.add_argument("--config", type=Path, action="append", help="later ones override earlier ones")
     parser.add_argument("--steps-per-fault", type=int, default=10)
     parser.add_argument("--limit-s", type=float, help="kill the run if it takes longer")
+    parser.add_argument("--undisturbed", type=Path, nargs=2, metavar="RUN", default=[], help="without faults")
     parser.add_argument("--off", action="store_true", help="inject nothing: the checks have to fail")
     parser.add_argument("--out", type=Path, default=RESULTS / f"chaos-{datetime.now():%Y%m%d-%H%M%S}")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     arguments = parser.parse_args()
     if arguments.witness and arguments.config:
         parser.error("--witness has its own config: must be without --config")
+    if missing := [one for one in arguments.undisturbed if not (one / "rollouts.jsonl").exists()]:
+        parser.error(f"--undisturbed {missing[0]}: must be the folder of a run, with rollouts.jsonl")
     # The last fault has as many steps to recover.
     arguments.max_steps = arguments.steps_per_fault * (arguments.faults + 1)
     arguments.config = arguments.config or [CONFIG]
@@ -135,33 +129,12 @@ def main() -> int:
     parser.add_argument(
         "--witness", action="store_true", help="train a model whose weights count their groups"
     )
-    parser.add_argument(
-        "--reference-runs", type=int, default=0, help="runs without faults, to measure the band"
-    )
     arguments = parse(parser, list(Kind))
     if arguments.witness:
         folder = arguments.out / "witness-model"
         arguments.config = [chaos_witness.write(folder, num_steps=arguments.max_steps)]
     arguments.role = arguments.role or roles_of(load_config(arguments.config, arguments.overrides))
     return break_run(arguments, KINDS, environment=Orders(arguments.out / "orders").environment())
-
-
-def reference_runs(
-    arguments: argparse.Namespace, overrides: Sequence[str], environment: Mapping[str, str]
-) -> list[Path]:
-    """Run without faults, with other seeds. Returns their folders."""
-    found = []
-    first_seed = load_config(arguments.config, overrides).seed + 1
-    for number in range(arguments.reference_runs):
-        print(f"run {number + 1} of {arguments.reference_runs} without faults", flush=True)
-        folder = arguments.out / f"reference-{number}"
-        seeded = [*overrides, f"seed={first_seed + number}"]
-        run = Run(arguments.config, seeded, folder, supervise=False, environment=environment)
-        exit_code, _ = run.until_ended()
-        if exit_code:
-            sys.exit(f"it ended with exit code {exit_code}; see {arguments.out}")
-        found.append(folder)
-    return found
 
 
 def break_run(
@@ -188,7 +161,6 @@ def break_run(
         kinds_of=kinds_of,
     )
     overrides = run_overrides(arguments, faults)
-    references = reference_runs(arguments, overrides, environment)
     print(f"{arguments.max_steps} steps with {len(faults)} faults, in {out}", flush=True)
     for number, fault in enumerate(faults):
         words = f"{number + 1}: after step {fault.at_step}, {fault.moment}: {fault.role} {fault.kind}"
@@ -205,39 +177,30 @@ def break_run(
         exit_code, remaining = run.until_ended(injector.look, limit_s=arguments.limit_s)
     finally:
         on_hosts = mend()
-    rollouts, steps, events, ledger = (
-        read_lines(run.folder / f"{name}.jsonl") for name in ("rollouts", "metrics", "faults", "ledger")
-    )
-    undisturbed = [read_lines(one / "metrics.jsonl") for one in references]
-    accuracies = [accuracy for lines in undisturbed if (accuracy := accuracy_of(lines)) is not None]
+    files = {name: read_lines(run.folder / f"{name}.jsonl") for name in FILES}
+    problems = {"apps.verify": None if exit_code else ledger_problem(run.folder)}
+    if arguments.witness:
+        problems["the counting witness"] = chaos_witness.problem(run.folder, out / "witness-model")
+    if arguments.undisturbed and not exit_code:
+        others = [read_lines(folder / "rollouts.jsonl") for folder in arguments.undisturbed]
+        problems["lengths of responses"] = length_problem(files["rollouts"], others)
     evidence = Evidence(
+        **files,
         planned=faults,
         injected=injector.injected,
-        events=events,
-        steps=steps,
-        rollouts=rollouts,
-        ledger=ledger,
         max_steps=arguments.max_steps,
         groups_per_step=load_config(arguments.config, overrides).algorithm.groups_per_step,
         exit_code=exit_code,
-        ledger_problem=None if exit_code else ledger_problem(run.folder),
-        witness_problem=chaos_witness.problem(run.folder, out / "witness-model")
-        if arguments.witness
-        else None,
-        band=measured_band(accuracies) if accuracies else None,
-        lengths=length_distances(rollouts, [read_lines(one / "rollouts.jsonl") for one in references]),
+        problems=problems,
         left=[*remaining, *on_hosts],
     )
     difference = first_difference(evidence)
-    found = rows(match(evidence.injected, evidence.events)[0])
+    found = rows(match(evidence.injected, evidence.faults)[0])
     print_faults(found)
     result = {
         "seed": arguments.seed,
         "faults": found,
-        **costs_of(evidence, injector.seen_s, [line for lines in undisturbed for line in lines]),
-        "lengths": evidence.lengths,
-        "accuracy": accuracy_of(steps),
-        "band": evidence.band,
+        **costs_of(evidence, injector.seen_s),
         "difference": difference,
         "machine": machine_facts(),
     }
@@ -247,18 +210,15 @@ def break_run(
     return 0 if difference is None else 1
 
 
-def costs_of(
-    evidence: Evidence, seen_s: Mapping[int, float], undisturbed: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def costs_of(evidence: Evidence, seen_s: Mapping[int, float]) -> dict[str, Any]:
     """Return what each fault cost, as chaos.json has it, and print the means by role.
 
-    A step's time without faults is the median of ``undisturbed``, the steps of other runs, or of the run
-    itself.
+    A step's time without faults is the median of all steps.
     """
-    if not any(line["step"] for line in evidence.steps):
+    if not any(line["step"] for line in evidence.metrics):
         return {"undisturbed_step_s": None, "lost": []}
-    step_s = step_median_s(undisturbed or evidence.steps)
-    lost = lost_times(evidence.injected, seen_s, evidence.steps, undisturbed_step_s=step_s)
+    step_s = step_median_s(evidence.metrics)
+    lost = lost_times(evidence.injected, seen_s, evidence.metrics, undisturbed_step_s=step_s)
     for role in sorted({one["role"] for one in lost}):
         cost_s = [one["lost_s"] for one in lost if one["role"] == role]
         print(

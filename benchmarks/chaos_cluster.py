@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 from chaos import break_run, parse
 from chaos_faults import CLUSTER_KINDS, HOST, Kind, Planned
-from chaos_injector import Injector
+from chaos_injector import Injector, until
 
 HOST_LIMIT_S = 20.0
 """``timeouts.host_s`` of the run."""
@@ -212,8 +212,7 @@ class ClusterInjector(Injector):
         self._note(number, fault, time_s, (rank, 0), words)
         if fault.kind in (Kind.LONG_PARTITION, Kind.LOST_NODE):
             end_s = time.monotonic() + NOTICE_S
-            while time.monotonic() < end_s and not self._has_noticed(HOST, time_s):
-                yield
+            yield from until(lambda: time.monotonic() >= end_s or self._has_noticed(HOST, time_s))
         pauses_s = {Kind.SLOW_LINK: SLOW_S, Kind.SHORT_PARTITION: SHORT_S, Kind.LONG_PARTITION: HOST_LIMIT_S}
         yield from self._pause(pauses_s.get(fault.kind, 0.0))
         self._hosts.repair(host)
@@ -242,7 +241,7 @@ def overrides_of(num_hosts: int, given: Sequence[str]) -> list[str]:
 def main() -> int:
     """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description="Breaks hosts and checks that a run lost nothing.")
-    parser.set_defaults(role=[HOST], moment=None, witness=False, reference_runs=0)
+    parser.set_defaults(role=[HOST], moment=None, witness=False)
     arguments = parse(parser, CLUSTER_KINDS[HOST])
     try:
         hosts = ClusterHosts(find_hosts())

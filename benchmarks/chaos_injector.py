@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 from chaos_faults import (
-    COLLECTIVES,
     CONTROLLER,
     DISKS,
     HOST,
@@ -138,6 +137,12 @@ def _hosts_of(controller: int) -> Iterator[int]:
                         yield one.pid
 
 
+def until(is_so: Callable[[], object]) -> Iterator[None]:
+    """Wait for a condition."""
+    while not is_so():
+        yield
+
+
 class Injector:
     """Injects planned faults one after the other. Call ``look`` repeatedly.
 
@@ -197,36 +202,34 @@ class Injector:
     def _until_moment(self, number: int, fault: Planned) -> Iterator[None]:
         match fault.moment:
             case Moment.START:
-                while not processes_of(self._run_dir, fault.role):
-                    yield
+                yield from until(lambda: processes_of(self._run_dir, fault.role))
                 yield from self._pause(fault.pause_share * START_PAUSE_S)
             case Moment.SHUTDOWN:
-                while self.newest_step() < self._max_steps or not self._is_quiet(fault):
-                    yield
+                yield from until(lambda: self.newest_step() >= self._max_steps and self._is_quiet(fault))
                 yield from self._pause(fault.pause_share * PAUSE_S)
             case Moment.RESUME:
-                yield from self._until_quiet(fault)
+                yield from until(lambda: self._is_due(fault))
                 if number not in (one.number for one in self.injected):
                     yield from self._begin_resume(number, fault)
             case Moment.EVALUATION:
-                while not (self._is_due(fault) and self._is_evaluating()):
-                    yield
+                yield from until(lambda: self._is_due(fault) and self._is_evaluating())
                 yield from self._pause(fault.pause_share * PAUSE_S)
             case Moment.PUBLISHING | Moment.CHECKPOINT:
                 yield from self._until_call(fault)
             case Moment.STEP:
-                yield from self._until_quiet(fault)
+                yield from until(lambda: self._is_due(fault))
                 yield from self._pause(fault.pause_share * self._step_s())
 
     def _begin_resume(self, number: int, fault: Planned) -> Iterator[None]:
         """Kill the controller, and wait until the role of the fault has a process again."""
         ((_, before),) = processes_of(self._run_dir, CONTROLLER)
         self._signal(number, replace(fault, role=CONTROLLER, kind=Kind.SIGKILL), (0, before))
-        while True:
-            listed = processes_of(self._run_dir, CONTROLLER)
-            if listed and listed[0][1] != before and processes_of(self._run_dir, fault.role):
-                break
-            yield
+
+        def is_back() -> bool:
+            pids = [pid for _, pid in processes_of(self._run_dir, CONTROLLER)]
+            return pids not in ([], [before]) and bool(processes_of(self._run_dir, fault.role))
+
+        yield from until(is_back)
         yield from self._pause(fault.pause_share * START_PAUSE_S)
 
     def _until_call(self, fault: Planned) -> Iterator[None]:
@@ -235,7 +238,7 @@ class Injector:
         method = names[int(fault.pause_share * len(names))]
         is_after = fault.which < 0.5
         while True:
-            yield from self._until_quiet(fault)
+            yield from until(lambda: self._is_due(fault))
             ranks = processes_of(self._run_dir, "trainer")
             if not ranks:
                 yield
@@ -250,10 +253,6 @@ class Injector:
                 yield
             else:
                 return
-
-    def _until_quiet(self, fault: Planned) -> Iterator[None]:
-        while not self._is_due(fault):
-            yield
 
     def _is_due(self, fault: Planned) -> bool:
         return self.newest_step() >= fault.at_step and self._is_quiet(fault)
@@ -309,8 +308,7 @@ class Injector:
     @staticmethod
     def _pause(seconds: float) -> Iterator[None]:
         end_s = time.monotonic() + seconds
-        while time.monotonic() < end_s:
-            yield
+        return until(lambda: time.monotonic() >= end_s)
 
     # ---- faults
 
@@ -332,12 +330,8 @@ class Injector:
             self._signal(number, fault, process)
             return
         given_s = time.time()
-        more: dict[str, object] = {}
-        if fault.kind is Kind.DELAYED_MESSAGES:
-            more["seconds"] = DELAY_S
-        elif fault.kind in COLLECTIVES:
-            more["num_before"] = int(fault.pause_share * MAX_COLLECTIVES)
-        order = self._orders.give(process[1], fault.kind.value, **more)
+        num_before = int(fault.pause_share * MAX_COLLECTIVES)
+        order = self._orders.give(process[1], fault.kind.value, seconds=DELAY_S, num_before=num_before)
         end_s = time.monotonic() + ORDER_S
         while (taken := order.taken()) is None:
             if time.monotonic() > end_s or not psutil.pid_exists(process[1]):

@@ -1,5 +1,4 @@
-"""Compares a run's files with the faults that were injected: counts, order of groups, ledger, accuracy,
-lengths.
+"""Compares a run's files with the faults that were injected: counts, order of groups, ledger, weights.
 
 ``match`` finds the line of faults.jsonl for each fault, ``first_difference`` makes all comparisons, ``rows``
 and ``lost_times`` give the numbers that docs/failures.md has.
@@ -28,9 +27,6 @@ EARLY_S = 0.01
 AS_CONTROLLER = (Moment.START, Moment.RESUME, Moment.SHUTDOWN)
 """Moments at which the loss of any process may end the run, so that faults.jsonl has a fault of the
 controller."""
-
-MAX_LENGTH_RATIO = 2.0
-"""Largest ratio of a length distance to that of runs without faults."""
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -103,37 +99,6 @@ def _goes_with(event: Line, one: Match) -> bool:
     )
 
 
-# ---- lengths of responses
-
-
-def distance(first: Sequence[int], second: Sequence[int]) -> float:
-    """Return the 1-Wasserstein distance of two samples, in their unit.
-
-    It is the area between their distribution functions (Vallender 1974).
-    """
-    values = np.sort(np.concatenate((first, second)))
-    shares = [np.searchsorted(np.sort(one), values[:-1], side="right") / len(one) for one in (first, second)]
-    return float(np.sum(np.abs(shares[0] - shares[1]) * np.diff(values)))
-
-
-def length_distances(
-    rollouts: Sequence[Line], references: Sequence[Sequence[Line]]
-) -> tuple[float, float] | None:
-    """Return how far trained lengths are from those of runs without faults, and these from each other, in
-    tokens.
-
-    A run that loses responses in flight loses long ones first. The first distance is a mean, the second the
-    largest. None with fewer than two runs without faults.
-    """
-    if len(references) < 2:
-        return None
-    trained, *others = ([line["response_tokens"] for line in lines] for lines in (rollouts, *references))
-    return (
-        statistics.mean(distance(trained, one) for one in others),
-        max(distance(*pair) for pair in itertools.combinations(others, 2)),
-    )
-
-
 # ---- the comparison
 
 
@@ -142,44 +107,32 @@ class Evidence:
     """Files of a run and the faults that were injected into it.
 
     Attributes:
-        events: Lines of faults.jsonl.
-        steps: Lines of metrics.jsonl.
+        faults: Lines of faults.jsonl.
+        metrics: Lines of metrics.jsonl.
         rollouts: Lines of rollouts.jsonl, with every rollout of every batch.
         ledger: Lines of ledger.jsonl.
-        ledger_problem: Contradiction that ``apps.verify`` finds.
-        witness_problem: Contradiction in the weights (``chaos_witness``).
-        band: Held-out accuracies of runs without faults.
-        lengths: Result of ``length_distances``.
+        problems: What else is wrong, by the name of what finds it; None if nothing is.
         left: Processes and files of the run that remain.
     """
 
     planned: Sequence[Planned]
     injected: Sequence[Injected]
-    events: Sequence[Line]
-    steps: Sequence[Line]
+    faults: Sequence[Line]
+    metrics: Sequence[Line]
     rollouts: Sequence[Line]
     ledger: Sequence[Line]
     max_steps: int
     groups_per_step: int
     exit_code: int
-    ledger_problem: str | None
-    witness_problem: str | None = None
-    band: tuple[float, float] | None
-    lengths: tuple[float, float] | None
+    problems: Mapping[str, str | None]
     left: Sequence[str]
-
-
-def accuracy_of(steps: Sequence[Line]) -> float | None:
-    """Return the last held-out accuracy; None if there is none after step 0."""
-    found = [line["eval/accuracy"] for line in steps if line["step"] and "eval/accuracy" in line]
-    return found[-1] if found else None
 
 
 def first_difference(evidence: Evidence) -> str | None:
     """Return the first difference from a run that lost nothing; None if there is none."""
     if evidence.exit_code:
         return f"the run ended with exit code {evidence.exit_code}"
-    matches, extra = match(evidence.injected, evidence.events)
+    matches, extra = match(evidence.injected, evidence.faults)
     return (
         _fault_problem(evidence, matches, extra)
         or _step_problem(evidence)
@@ -212,7 +165,7 @@ def _fault_problem(evidence: Evidence, matches: Sequence[Match], extra: Sequence
 
 
 def _step_problem(evidence: Evidence) -> str | None:
-    numbers = [line["step"] for line in evidence.steps if line["step"]]
+    numbers = [line["step"] for line in evidence.metrics if line["step"]]
     if numbers != list(range(1, evidence.max_steps + 1)):
         return f"metrics.jsonl has steps {numbers[:3]} ... {numbers[-3:]}, not 1 to {evidence.max_steps}"
     problem = _counting_problem(evidence) or _batches_problem(evidence)
@@ -266,8 +219,8 @@ def _metrics_problem(evidence: Evidence, matches: Sequence[Match]) -> str | None
         for one in matches
         if one.injected.moment is Moment.SHUTDOWN and one.detected is not None
     }
-    counts = Counter((one["event"], one["role"]) for one in evidence.events if one["number"] not in later)
-    for key, value in evidence.steps[-1].items():
+    counts = Counter((one["event"], one["role"]) for one in evidence.faults if one["number"] not in later)
+    for key, value in evidence.metrics[-1].items():
         if key.startswith(("faults/detected_", "faults/recovered_")):
             what, _, role = key.removeprefix("faults/").partition("_")
             if value != counts[what, role]:
@@ -276,23 +229,23 @@ def _metrics_problem(evidence: Evidence, matches: Sequence[Match]) -> str | None
 
 
 def _end_problem(evidence: Evidence) -> str | None:
-    if evidence.ledger_problem is not None:
-        return f"apps.verify: {evidence.ledger_problem}"
-    if evidence.witness_problem is not None:
-        return f"the counting witness: {evidence.witness_problem}"
-    if evidence.band is not None:
-        low, high = evidence.band
-        accuracy = accuracy_of(evidence.steps)
-        if accuracy is None or not low <= accuracy <= high:
-            return f"the held-out accuracy is {accuracy}, and that of runs without faults {low:g} to {high:g}"
-    if evidence.lengths is not None:
-        found, undisturbed = evidence.lengths
-        if found > MAX_LENGTH_RATIO * undisturbed:
-            return (
-                f"the distance of lengths from those of runs without faults is {found:.3g} tokens, and "
-                f"theirs {undisturbed:.3g}; must be at most {MAX_LENGTH_RATIO:g} times as far"
-            )
+    for name, problem in evidence.problems.items():
+        if problem is not None:
+            return f"{name}: {problem}"
     return f"left behind: {', '.join(evidence.left)}" if evidence.left else None
+
+
+def length_problem(rollouts: Sequence[Line], undisturbed: Sequence[Sequence[Line]]) -> str | None:
+    """Return why trained lengths are not those of two runs without faults.
+
+    A run that loses responses in flight loses long ones first. Its distance from the others, a mean over
+    quantiles, must be at most twice theirs.
+    """
+    lengths = ([line["response_tokens"] for line in lines] for lines in (rollouts, *undisturbed))
+    trained, one, other = (np.quantile(own, np.linspace(0.0, 1.0, 101)) for own in lengths)
+    far, near = np.mean([abs(trained - one), abs(trained - other)]), np.mean(abs(one - other))
+    words = f"{far:.3g} tokens from those of runs without faults, which differ by {near:.3g}"
+    return words if far > 2.0 * near else None
 
 
 # ---- numbers

@@ -69,9 +69,7 @@ class Run:
                 start_new_session=True,
             )
 
-    def until_ended(
-        self, look: Callable[[], None] = lambda: None, *, limit_s: float | None = None
-    ) -> tuple[int, list[str]]:
+    def until_ended(self, look: Callable[[], None], *, limit_s: float | None) -> tuple[int, list[str]]:
         """Call ``look`` repeatedly until the run has ended, and kill it after ``limit_s``.
 
         Then wait for the end of all its processes, and kill those that remain. Returns the exit code, and the

@@ -124,15 +124,10 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str | None:
 
 def child_environment(device_kind: str) -> dict[str, str]:
     """Return this process's environment, with settings for a machine without a network and with one GPU."""
-    environment = dict(os.environ)
-    environment["PYTHONUNBUFFERED"] = "1"
     # Without a resolver gloo does not find an interface.
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    environment.setdefault("HF_HUB_OFFLINE", "1")
-    if device_kind == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    return environment
+    defaults = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device_kind == "cpu" else {}
+    return {**defaults, **os.environ, "PYTHONUNBUFFERED": "1", **hidden}
 
 
 def table(lines: Sequence[Line]) -> str:
@@ -172,21 +167,19 @@ def main() -> int:
     lines = []
     file = arguments.json or Path(os.devnull)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("", encoding="utf-8")
-    for name, (_, part_s) in PARTS.items():
-        limit_s = min(part_s, end_s - time.monotonic())
-        if limit_s < 5.0:
-            line = empty_line(name)
-            line["errors"]["part"] = f"not started: the {arguments.seconds:.0f} s of --seconds were over"
-        else:
-            command = [sys.executable, str(Path(__file__).resolve()), "--part", name]
-            command += ["--device", arguments.device]
-            environment = child_environment(arguments.device)
-            line = run_apart(command, name, limit_s=limit_s, environment=environment)
-        lines.append(line)
-        print(json.dumps(line), flush=True)
-        with file.open("a", encoding="utf-8") as output:
-            output.write(json.dumps(line) + "\n")
+    command = [sys.executable, str(Path(__file__).resolve()), "--device", arguments.device, "--part"]
+    environment = child_environment(arguments.device)
+    with file.open("w", encoding="utf-8") as output:
+        for name, (_, part_s) in PARTS.items():
+            limit_s = min(part_s, end_s - time.monotonic())
+            if limit_s < 5.0:
+                line = empty_line(name)
+                line["errors"]["part"] = f"not started: the {arguments.seconds:.0f} s of --seconds were over"
+            else:
+                line = run_apart([*command, name], name, limit_s=limit_s, environment=environment)
+            lines.append(line)
+            for one in (sys.stdout, output):
+                print(json.dumps(line), file=one, flush=True)
     print(table(lines), flush=True)
     return 1 if any(has_failed(line) for line in lines) else 0
 

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import json
 import math
+import os
 import re
 import statistics
 import sys
@@ -44,7 +45,12 @@ class Device:
             RuntimeError: there is no such device.
         """
         if kind == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError(f"torch {torch.__version__} sees no CUDA GPU: {_why_no_cuda()}")
+            why: object = "it does not say why"
+            try:
+                torch.cuda.init()
+            except Exception as error:  # of many types: no CUDA build, no driver, no device
+                why = error
+            raise RuntimeError(f"torch {torch.__version__} sees no CUDA GPU: {why}")
         self.kind = kind
         self.is_gpu = kind == "cuda"
 
@@ -58,16 +64,17 @@ class Device:
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info()[0] if self.is_gpu else free_host_bytes()
 
+    def once_s(self, function: Callable[[], object]) -> float:
+        """Return the seconds of a call with the device's work."""
+        self.synchronize()
+        start_s = time.perf_counter()
+        function()
+        self.synchronize()
+        return time.perf_counter() - start_s
+
     def time_s(self, function: Callable[[], object], *, repeats: int = 5) -> float:
         """Return the median seconds of a call with the device's work, after a call that does not count."""
-        times_s = []
-        for _ in range(repeats + 1):
-            self.synchronize()
-            start_s = time.perf_counter()
-            function()
-            self.synchronize()
-            times_s.append(time.perf_counter() - start_s)
-        return statistics.median(times_s[1:])
+        return statistics.median([self.once_s(function) for _ in range(repeats + 1)][1:])
 
     def time_beside(
         self,
@@ -110,14 +117,6 @@ class Device:
         function()
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before) / 2**30
-
-
-def _why_no_cuda() -> str:
-    try:
-        torch.cuda.init()
-    except Exception as error:  # of many types: no CUDA build, no driver, no device
-        return str(error)
-    return "it does not say why"
 
 
 class Report:
@@ -263,3 +262,17 @@ def group_of_one(backend: str) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def trainer_process() -> Iterator[None]:
+    """This process as the only one of a run's trainer. Needs TorchTitan."""
+    from forgeasync.models import DEVICE_TYPE
+
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if DEVICE_TYPE == "cuda":
+        torch.cuda.set_device(0)
+    backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
+    # Recomputation in the backward pass needs the mesh context of this thread.
+    with group_of_one(backend), torch.autograd.set_multithreading_enabled(False):
+        yield

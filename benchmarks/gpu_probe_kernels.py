@@ -14,8 +14,9 @@ from functools import partial
 
 import torch
 from gpu_probe_common import TOLERANCE, Device, Report, open_trainer_package, relative_error
+from torch import Tensor
 
-Kernel = Callable[..., torch.Tensor]
+Kernel = Callable[..., Tensor]
 """Has the signature of ``torch.nn.attention.varlen.varlen_attn``."""
 
 
@@ -52,13 +53,11 @@ ATTENTION = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Positions ``start`` to ``stop`` of a row, and the number of queries and keys of each sequence in it.
+    """A part of a row: the numbers of queries and keys of each sequence in it.
 
-    Its keys reach from ``key_start``, where its first sequence begins, to ``stop``.
+    Its keys begin at ``key_start``, where its first sequence does.
     """
 
-    start: int
-    stop: int
     key_start: int
     num_queries: tuple[int, ...]
     num_keys: tuple[int, ...]
@@ -69,24 +68,20 @@ def part_of(lengths: Sequence[int], *, start: int, stop: int) -> Part:
     ends = itertools.pairwise(itertools.accumulate(lengths, initial=0))
     found = [(first, min(end, stop)) for first, end in ends if first < stop and end > start]
     return Part(
-        start=start,
-        stop=stop,
         key_start=found[0][0],
         num_queries=tuple(end - max(first, start) for first, end in found),
         num_keys=tuple(end - first for first, end in found),
     )
 
 
-def attend(
-    kernel: Kernel, part: Part, q_QNH: torch.Tensor, k_LJH: torch.Tensor, v_LJH: torch.Tensor
-) -> torch.Tensor:
+def attend(kernel: Kernel, part: Part, q_QNH: Tensor, k_LJH: Tensor, v_LJH: Tensor) -> Tensor:
     """Return the causal attention of a part's queries to the keys and values of a whole row: [Q, N, H]."""
 
-    def cumulative(lengths: Sequence[int]) -> torch.Tensor:
+    def cumulative(lengths: Sequence[int]) -> Tensor:
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return ends.to(q_QNH.device)
 
-    keys = (0, part.key_start, part.stop - part.key_start)
+    keys = (0, part.key_start, sum(part.num_keys))
     return kernel(
         q_QNH,
         k_LJH.narrow(*keys),
@@ -110,9 +105,7 @@ def causal_arguments(kernel: Kernel) -> dict[str, object]:
     return arguments
 
 
-def masked_attention(
-    q_QNH: torch.Tensor, k_LJH: torch.Tensor, v_LJH: torch.Tensor, is_seen_QL: torch.Tensor
-) -> torch.Tensor:
+def masked_attention(q_QNH: Tensor, k_LJH: Tensor, v_LJH: Tensor, is_seen_QL: Tensor) -> Tensor:
     """Return the attention in float32 of each query to the keys that it sees: [Q, N, H]."""
     q, k, v = (x.float().transpose(0, 1) for x in (q_QNH, k_LJH, v_LJH))
     k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))
@@ -120,31 +113,29 @@ def masked_attention(
     return (scores_NQL.masked_fill(~is_seen_QL, -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
 
-def causal_mask(num_queries: Sequence[int], num_keys: Sequence[int]) -> torch.Tensor:
+def causal_mask(num_queries: Sequence[int], num_keys: Sequence[int]) -> Tensor:
     """Return which keys each query sees, given both numbers of each sequence, aligned bottom-right."""
     pairs = zip(num_queries, num_keys, strict=True)
     return torch.block_diag(*(torch.ones(q, k).tril(k - q) for q, k in pairs)).bool()
 
 
-def reference(
-    lengths: Sequence[int], q_LNH: torch.Tensor, k_LJH: torch.Tensor, v_LJH: torch.Tensor
-) -> torch.Tensor:
+def reference(lengths: Sequence[int], q_LNH: Tensor, k_LJH: Tensor, v_LJH: Tensor) -> Tensor:
     """Return the causal attention of a whole row, by a mask over all pairs of its tokens."""
     return masked_attention(q_LNH, k_LJH, v_LJH, causal_mask(lengths, lengths).to(q_LNH.device))
 
 
 def stand_in(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
     max_q: int,
     max_k: int,
     *,
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Replace the kernel without a GPU."""
     assert window_size == (-1, 0)
     is_seen_QL = causal_mask(cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist())
@@ -167,54 +158,42 @@ def find_kernel(device: Device, report: Report) -> Kernel:
 
 def varlen_attention(device: Device, report: Report) -> None:
     """Check packed rows as a whole, and in the contiguous parts that context-parallel ranks have."""
-    sizes = ATTENTION[device.kind]
     kernel = find_kernel(device, report)
     with report.case("alignment"):
         _find_alignment(device, report, kernel)
-    for number, lengths in enumerate(sizes.rows):
+    for number, lengths in enumerate(ATTENTION[device.kind].rows):
         for scale in (1.0, 6.0):
             with report.case(f"row_{number}_scale_{scale:g}"):
-                _hold_against_reference(device, report, kernel, sizes, lengths, number, scale)
+                _hold_against_reference(device, report, kernel, lengths, number, scale)
 
 
 def _find_alignment(device: Device, report: Report, kernel: Kernel) -> None:
     """Find which of seven keys each of three queries sees."""
     q, k, v = device.randn(3, 4, 64), device.randn(7, 2, 64), device.randn(7, 2, 64)
-    part = Part(start=4, stop=7, key_start=0, num_queries=(3,), num_keys=(7,))
+    part = part_of([7], start=4, stop=7)
     found = attend(kernel, part, q, k, v).float()
     bottom_right = relative_error(found, reference([7], torch.cat([device.randn(4, 4, 64), q]), k, v)[4:])
     top_left = relative_error(found, reference([3], q, k[:3], v[:3]))
-    names = {"bottom-right": bottom_right, "top-left": top_left}
-    report.put(
-        causal_mask_is_aligned=next((name for name, error in names.items() if error < TOLERANCE), "neither")
-    )
+    names = {"bottom-right": bottom_right, "top-left": top_left, "neither": 0.0}
+    aligned = next(name for name, error in names.items() if error < TOLERANCE)
+    report.put(causal_mask_is_aligned=aligned)
     report.check("causal_mask_is_aligned_bottom_right", bottom_right < TOLERANCE < top_left)
 
 
-def _leaves(
-    device: Device, sizes: AttentionSizes, length: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make queries, keys and values. A ``scale`` makes the distribution over keys sharper."""
-    heads = (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads)
-    q, k, v = (device.randn(length, num, sizes.head_size) for num in heads)
-    q *= scale
-    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-
-
 def _hold_against_reference(
-    device: Device,
-    report: Report,
-    kernel: Kernel,
-    sizes: AttentionSizes,
-    lengths: Sequence[int],
-    number: int,
-    scale: float,
+    device: Device, report: Report, kernel: Kernel, lengths: Sequence[int], number: int, scale: float
 ) -> None:
-    """Compare outputs and all three gradients, of the whole row and of its parts together."""
-    length = sum(lengths)
+    """Compare outputs and all three gradients, of the whole row and of its parts together.
+
+    A ``scale`` of queries makes the distribution over keys sharper.
+    """
+    sizes, length = ATTENTION[device.kind], sum(lengths)
     assert length % sizes.num_parts == 0
-    leaves = _leaves(device, sizes, length, scale)
-    q, k, v = leaves
+    heads = (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads)
+    q, k, v = leaves = [device.randn(length, num, sizes.head_size) for num in heads]
+    q *= scale
+    for leaf in leaves:
+        leaf.requires_grad_()
     grad = torch.randn_like(q)
     expected = reference(lengths, q, k, v)
     expected_grads = torch.autograd.grad(expected, leaves, grad.float())
@@ -224,11 +203,8 @@ def _hold_against_reference(
         for start in range(0, length, width):
             part = part_of(lengths, start=start, stop=start + width)
             outputs.append(attend(kernel, part, q[start : start + width], k, v))
-        found = torch.cat(outputs)
-        grads = torch.autograd.grad(found, leaves, grad)
-        report.compare(
-            f"{kind}_{number}_scale_{scale:g}", "oqkv", (found, *grads), (expected, *expected_grads)
-        )
+        found = (output := torch.cat(outputs), *torch.autograd.grad(output, leaves, grad))
+        report.compare(f"{kind}_{number}_scale_{scale:g}", "oqkv", found, (expected, *expected_grads))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,13 +242,13 @@ def grouped_products(device: Device, report: Report) -> None:
         _time_grouped(device, report, sizes)
 
 
-def _grouped(x_RI: torch.Tensor, weight_GOI: torch.Tensor, groups: Sequence[int]) -> torch.Tensor:
+def _grouped(x_RI: Tensor, weight_GOI: Tensor, groups: Sequence[int]) -> Tensor:
     """Return products [R, O], with layouts as in forgeasync/trainer/workarounds/experts.py."""
     offsets = torch.tensor(groups).cumsum(0).to(x_RI.device, torch.int32)
     return torch._grouped_mm(x_RI, weight_GOI.transpose(-2, -1), offs=offsets)
 
 
-def _loop(x_RI: torch.Tensor, weight_GOI: torch.Tensor, groups: Sequence[int]) -> torch.Tensor:
+def _loop(x_RI: Tensor, weight_GOI: Tensor, groups: Sequence[int]) -> Tensor:
     parts = x_RI.split(list(groups))
     return torch.cat([part @ weight.T for part, weight in zip(parts, weight_GOI, strict=True)])
 
@@ -337,36 +313,30 @@ def kept_logprobs(device: Device, report: Report) -> None:
     from forgeasync.trainer import chunked_predictions
 
     sizes = LOGPROBS[device.kind]
+    predict = partial(chunked_predictions, with_entropies=True)
     hidden = device.randn(sizes.num_tokens, sizes.dim)
     weight = device.randn(sizes.vocab_size, sizes.dim) * 0.02
     leaves = (hidden.requires_grad_(), weight.requires_grad_())
     for width in sizes.widths:
         with report.case(f"kept_{width}"):
-            tokens, offsets, ids = _kept_sets(device, sizes, width)
+            sets = tokens, offsets, ids = _kept_sets(device, sizes, width)
 
-            def both(
-                tokens: torch.Tensor = tokens, offsets: torch.Tensor = offsets, ids: torch.Tensor = ids
-            ) -> None:
-                found = chunked_predictions(*leaves, tokens, offsets, ids, with_entropies=True)
-                torch.autograd.grad(found.logprobs_T.sum(), leaves)
+            def both(sets: tuple[Tensor, ...] = sets) -> None:
+                torch.autograd.grad(predict(*leaves, *sets).logprobs_T.sum(), leaves)
 
             both_s = device.time_s(both, repeats=3)
             report.put(f"kept_{width}", both_ms=1e3 * both_s, peak_gib=device.measure_peak(both))
             num = sizes.num_checked
-            last = int(offsets[num])
+            ids = ids[: int(offsets[num])]
             with torch.no_grad():
-                found = chunked_predictions(
-                    hidden[:num], weight, tokens[:num], offsets[: num + 1], ids[:last], with_entropies=True
-                )
-                expected = _reference_logprobs(hidden[:num], weight, tokens[:num], ids[:last], width)
+                found = predict(hidden[:num], weight, tokens[:num], offsets[: num + 1], ids)
+                expected = _reference_logprobs(hidden[:num], weight, tokens[:num], ids, width)
             error = float((found.logprobs_T - expected).abs().max())
             report.put(f"kept_{width}", error_nats=error)
             report.check(f"kept_{width}_logprobs", error < LOGPROB_TOLERANCE)
 
 
-def _kept_sets(
-    device: Device, sizes: LogprobSizes, width: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _kept_sets(device: Device, sizes: LogprobSizes, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Make tokens [T], and for each a set of ``width`` ids that contains it."""
     tokens_T = torch.randint(sizes.vocab_size, (sizes.num_tokens,), device=device.kind)
     offsets = torch.arange(sizes.num_tokens + 1, device=device.kind) * width
@@ -378,8 +348,8 @@ def _kept_sets(
 
 
 def _reference_logprobs(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, tokens_T: torch.Tensor, ids: torch.Tensor, width: int
-) -> torch.Tensor:
+    hidden_TD: Tensor, weight_VD: Tensor, tokens_T: Tensor, ids: Tensor, width: int
+) -> Tensor:
     logits_TV = hidden_TD.float() @ weight_VD.float().T
     if width:
         is_kept_TV = torch.zeros_like(logits_TV, dtype=torch.bool)

@@ -5,21 +5,29 @@ weights that change under a CUDA graph, checkpoints.
 """
 
 import importlib.metadata
-import os
-import platform
+import math
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_probe_common import GB, SHARED_MEMORY, Device, Report, Skipped, free_host_bytes, open_trainer_package
+from common import machine_facts
+from gpu_probe_common import (
+    GB,
+    SHARED_MEMORY,
+    Device,
+    Report,
+    Skipped,
+    free_host_bytes,
+    open_trainer_package,
+    relative_error,
+)
 
 DRIVER_QUERIES = (
     "name,driver_version,memory.total",
@@ -29,24 +37,20 @@ DRIVER_QUERIES = (
 """Fields of nvidia-smi. A driver that does not know one of them gives none of its line."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineSizes:
-    """Bytes of copies, and the width of square products. Defaults are for a GPU, as in all parts."""
-
-    max_bytes: int = 4 * 2**30
-    width: int = 8192
+MACHINE = {"cuda": (4 * 2**30, 8192), "cpu": (2**22, 128)}
+"""Most bytes of copies, and the width of square products."""
 
 
-MACHINE = {"cuda": MachineSizes(), "cpu": MachineSizes(max_bytes=2**22, width=128)}
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors, without waiting for the device."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source.view_as(target), non_blocking=True)
 
 
 def machine(device: Device, report: Report) -> None:
     """Facts, then the best speed of copies and products."""
     report.put(
-        python=sys.version.split()[0],
-        system=platform.platform(),
-        processor=_processor(),
-        num_cores=len(os.sched_getaffinity(0)),
+        **machine_facts(),
         free_host_gib=free_host_bytes() / 2**30,
         free_shared_memory_gib=shutil.disk_usage(SHARED_MEMORY).free / 2**30,
         packages={one.name: one.version for one in importlib.metadata.distributions()},
@@ -57,8 +61,8 @@ def machine(device: Device, report: Report) -> None:
         for query in DRIVER_QUERIES:
             with report.case(f"nvidia-smi {query}"):
                 _ask_driver(report, query)
-    sizes = MACHINE[device.kind]
-    num_bytes = min(sizes.max_bytes, device.free_bytes() // 4, free_host_bytes() // 8)
+    max_bytes, width = MACHINE[device.kind]
+    num_bytes = min(max_bytes, device.free_bytes() // 4, free_host_bytes() // 8)
     with report.case("host_copy"):
         source = torch.ones(num_bytes, dtype=torch.uint8)
         target = torch.ones_like(source)
@@ -68,17 +72,10 @@ def machine(device: Device, report: Report) -> None:
         with report.case("links"):
             _measure_links(device, report, num_bytes)
     with report.case("products"):
-        a = device.randn(sizes.width, sizes.width)
+        a = device.randn(width, width)
         product = torch.empty_like(a)
         seconds = device.time_s(lambda: torch.matmul(a, a, out=product), repeats=20)
-        report.put(bfloat16_tflops=2e-12 * sizes.width**3 / seconds)
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+        report.put(bfloat16_tflops=2e-12 * width**3 / seconds)
 
 
 def _describe_gpu(report: Report) -> None:
@@ -114,30 +111,14 @@ def _measure_links(device: Device, report: Report, num_bytes: int) -> None:
     for kind in ("pageable", "page_locked"):
         with report.case(kind):
             host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=kind == "page_locked")
-            to_host_s = device.time_s(lambda host=host: host.copy_(on_device, non_blocking=True))
-            to_device_s = device.time_s(lambda host=host: on_device.copy_(host, non_blocking=True))
-            report.put(
-                kind,
-                to_host_gb_per_s=num_bytes / GB / to_host_s,
-                to_device_gb_per_s=num_bytes / GB / to_device_s,
-            )
+            for name, pair in (("to_host", (host, on_device)), ("to_device", (on_device, host))):
+                seconds = device.time_s(partial(torch.Tensor.copy_, *pair, non_blocking=True))
+                report.put(kind, **{f"{name}_gb_per_s": num_bytes / GB / seconds})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagingSizes:
-    """Float32 shards: stacks of experts, and some vectors with each. ``max_bytes`` is of the bfloat16
-    version."""
-
-    stack: tuple[int, int, int] = (32, 2048, 768)
-    vector: int = 2048
-    vectors_per_stack: int = 8
-    max_bytes: int = 4 * 2**30
-
-
-STAGING = {
-    "cuda": StagingSizes(),
-    "cpu": StagingSizes(stack=(4, 128, 384), vector=256, vectors_per_stack=3, max_bytes=2**20),
-}
+STAGING = {"cuda": ((32, 2048, 768), 2048, 8, 4 * 2**30), "cpu": ((4, 128, 384), 256, 3, 2**20)}
+"""Float32 shards: shape of a stack of experts, size and number of vectors with each; most bytes of the
+bfloat16 version."""
 DTYPE = torch.bfloat16
 
 
@@ -146,8 +127,7 @@ def staging(device: Device, report: Report) -> None:
     open_trainer_package(device, report)
     from forgeasync.weights import DeviceCopies, page_lock
 
-    sizes = STAGING[device.kind]
-    shards = _make_shards(device, sizes)
+    shards = _make_shards(device)
     num_bytes = DTYPE.itemsize * sum(shard.numel() for shard in shards)
     report.put(staged_gb=num_bytes / GB, num_tensors=len(shards))
     buffer = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -156,19 +136,16 @@ def staging(device: Device, report: Report) -> None:
     copies = DeviceCopies()
 
     def copy() -> None:
-        if shards[0].device.type != "cpu":
+        if shards[0].device.type == "cpu":
+            # Without a stream to be copied on.
+            copy_all(targets, [shard.flatten() for shard in shards])
+        else:
             copies.start(targets, shards).wait()
-            return
-        # Shards on the host have no stream to be copied on.
-        for target, shard in zip(targets, shards, strict=True):
-            target.view(shard.shape).copy_(shard)
 
     for kind in ("pageable", "page_locked"):
         with report.case(kind):
             if kind == "page_locked":
-                start_s = time.perf_counter()
-                page_lock(buffer)
-                report.put(page_lock_s=time.perf_counter() - start_s)
+                report.put(page_lock_s=device.once_s(lambda: page_lock(buffer)))
             buffer.zero_()
             report.put(kind, gb_per_s=num_bytes / GB / device.time_s(copy))
             report.check(f"{kind}_bytes_are_right", _are_staged(targets, shards))
@@ -176,24 +153,19 @@ def staging(device: Device, report: Report) -> None:
         _stage(device, report, shards, num_bytes)
 
 
-def _make_shards(device: Device, sizes: StagingSizes) -> list[torch.Tensor]:
+def _make_shards(device: Device) -> list[torch.Tensor]:
     """Make as many shards as fit: in float32 on the device, three times in bfloat16 on the host."""
-    stack_elements = sizes.stack[0] * sizes.stack[1] * sizes.stack[2]
+    stack, vector, num_vectors, max_bytes = STAGING[device.kind]
     in_shared_memory = shutil.disk_usage(SHARED_MEMORY).free
-    room = min(sizes.max_bytes, device.free_bytes() // 8, free_host_bytes() // 8, in_shared_memory // 3)
-    num_stacks = max(1, room // (DTYPE.itemsize * stack_elements))
-    shards = []
-    for _ in range(num_stacks):
-        shapes = [sizes.stack, *[(sizes.vector,)] * sizes.vectors_per_stack]
-        shards += [device.randn(*shape, dtype=torch.float32) for shape in shapes]
-    return shards
+    room = min(max_bytes, device.free_bytes() // 8, free_host_bytes() // 8, in_shared_memory // 3)
+    num_stacks = max(1, room // (DTYPE.itemsize * math.prod(stack)))
+    shapes = [stack, *[(vector,)] * num_vectors] * num_stacks
+    return [device.randn(*shape, dtype=torch.float32) for shape in shapes]
 
 
 def _are_staged(targets: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> bool:
-    return all(
-        torch.equal(target, shard.to(DTYPE).cpu().flatten())
-        for target, shard in zip(targets, shards, strict=True)
-    )
+    pairs = zip(targets, shards, strict=True)
+    return all(torch.equal(target, shard.to(DTYPE).cpu().flatten()) for target, shard in pairs)
 
 
 def _stage(device: Device, report: Report, shards: Sequence[torch.Tensor], num_bytes: int) -> None:
@@ -202,22 +174,19 @@ def _stage(device: Device, report: Report, shards: Sequence[torch.Tensor], num_b
 
     weights = [
         NamedWeight(
-            names=tuple(f"{i}.{j}" for j in range(shard.shape[0])) if shard.dim() == 3 else (str(i),),
-            tensor=shard,
+            names=tuple(f"{i}.{j}" for j in range(len(shard) if shard.dim() == 3 else 1)), tensor=shard
         )
         for i, shard in enumerate(shards)
     ]
     layout = lay_out(weights, range(len(weights)), rank=0, host_id="probe", itemsize=DTYPE.itemsize)
-    folder = Path(tempfile.mkdtemp(prefix="gpu_probe-", dir=SHARED_MEMORY))
-    try:
+    with tempfile.TemporaryDirectory(prefix="gpu_probe-", dir=SHARED_MEMORY) as folder:
         start_s = time.perf_counter()
-        buffers = StagingBuffers(folder, layout, DTYPE)
+        buffers = StagingBuffers(Path(folder), layout, DTYPE)
         report.put(staging_buffers_start_s=time.perf_counter() - start_s)
-        copy_s = []
-        for version in range(6):
-            start_s = time.perf_counter()
-            buffers.begin(version % 2, shards).finish()
-            copy_s.append(time.perf_counter() - start_s)
+        copy_s = [
+            device.once_s(lambda slot=version % 2: buffers.begin(slot, shards).finish())
+            for version in range(6)
+        ]
         report.put(staging_buffers_gb_per_s=num_bytes / GB / statistics.median(copy_s[2:]))
         for slot in range(2):
             staged = buffers.bytes(slot)
@@ -226,8 +195,6 @@ def _stage(device: Device, report: Report, shards: Sequence[torch.Tensor], num_b
                 for piece in layout.pieces
             ]
             report.check(f"staging_buffers_bytes_of_slot_{slot}_are_right", _are_staged(targets, shards))
-    finally:
-        shutil.rmtree(folder)
 
 
 BATCH = 16
@@ -255,16 +222,15 @@ def swap(device: Device, report: Report) -> None:
     """Copy new weights between two replays of one graph, from the host and from the device."""
     if not device.is_gpu:
         raise Skipped("needs CUDA: there are no graphs without it")
-    sizes = MACHINE[device.kind]
+    max_bytes, width = MACHINE[device.kind]
     # Matrices are on the device twice, once more while they are made, and on the host once.
-    room = min(sizes.max_bytes, device.free_bytes() // 4, free_host_bytes() // 4)
-    num_bytes = DTYPE.itemsize * sizes.width**2
+    room = min(max_bytes, device.free_bytes() // 4, free_host_bytes() // 4)
+    num_bytes = DTYPE.itemsize * width**2
     num_matrices = max(2, room // num_bytes)
     report.put(swapped_gb=num_matrices * num_bytes / GB, num_copies=num_matrices)
 
     def make() -> list[torch.Tensor]:
-        scale = sizes.width**-0.5
-        return [device.randn(sizes.width, sizes.width).mul_(scale) for _ in range(num_matrices)]
+        return [device.randn(width, width).mul_(width**-0.5) for _ in range(num_matrices)]
 
     def apply(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
         y = x
@@ -272,11 +238,10 @@ def swap(device: Device, report: Report) -> None:
             y = y @ matrix
         return y
 
-    x = device.randn(BATCH, sizes.width)
+    x = device.randn(BATCH, width)
     weights, shadow = make(), make()
-    host_shadow = [torch.empty(sizes.width, sizes.width, dtype=DTYPE, pin_memory=True) for _ in shadow]
-    for on_host, matrix in zip(host_shadow, shadow, strict=True):
-        on_host.copy_(matrix)
+    host_shadow = [torch.empty(width, width, dtype=DTYPE, pin_memory=True) for _ in shadow]
+    copy_all(host_shadow, shadow)
     first, second = apply(weights).clone(), apply(shadow).clone()
     report.check("two_versions_differ", not torch.equal(first, second))
     replay, output = capture(lambda: apply(weights))
@@ -286,18 +251,14 @@ def swap(device: Device, report: Report) -> None:
     report.put(replay_ms=1e3 * device.time_s(replay))
     first_weights = [matrix.clone() for matrix in weights]
 
-    def copy_from(sources: Sequence[torch.Tensor]) -> None:
-        for matrix, source in zip(weights, sources, strict=True):
-            matrix.copy_(source, non_blocking=True)
-
     routes: dict[str, Callable[[], object]] = {
-        "host": lambda: copy_from(host_shadow),
-        "device": lambda: copy_from(shadow),
+        "host": lambda: copy_all(weights, host_shadow),
+        "device": lambda: copy_all(weights, shadow),
         "device_foreach": lambda: torch._foreach_copy_(weights, shadow),
     }
     for name, swap_in in routes.items():
         with report.case(name):
-            copy_from(first_weights)
+            copy_all(weights, first_weights)
             # Nothing waits between the replays, as in an engine.
             replay()
             swap_in()
@@ -313,7 +274,7 @@ def swap(device: Device, report: Report) -> None:
 
 def _check_output(report: Report, name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare outputs. Captured products may use another algorithm than eager ones, so bits may differ."""
-    difference = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
+    difference = relative_error(found, expected)
     report.put(name, relative_error=difference, is_bit_equal_to_eager=torch.equal(found, expected))
     report.check(f"{name}_replay_gives_the_new_result", difference < 0.1)
 
@@ -331,8 +292,7 @@ def _upload_beside_replays(
     def upload() -> None:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for matrix, source in zip(shadow, host_shadow, strict=True):
-                matrix.copy_(source, non_blocking=True)
+            copy_all(shadow, host_shadow)
 
     def begin() -> Callable[[], None]:
         upload()
@@ -352,21 +312,22 @@ def checkpoint_copies(device: Device, report: Report) -> None:
     open_trainer_package(device, report)
     from forgeasync.trainer import HostCopies
 
-    sizes = MACHINE[device.kind]
+    max_bytes, width = MACHINE[device.kind]
     # Page-locked memory comes in powers of two.
-    room = min(sizes.max_bytes, device.free_bytes() // 4, free_host_bytes() // 4)
+    room = min(max_bytes, device.free_bytes() // 4, free_host_bytes() // 4)
     shape = (room // (4 * NUM_TENSORS),)
     state = {f"w{i}": device.randn(*shape, dtype=torch.float32) for i in range(NUM_TENSORS)}
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     report.put(state_gb=num_bytes / GB)
     copies = HostCopies()
-    device.synchronize()
-    start_s = time.perf_counter()
-    copies.copy(state, copies.now())
-    report.put(first_copy_s=time.perf_counter() - start_s)
-    copy_s = device.time_s(lambda: copies.copy(state, copies.now()), repeats=3)
+
+    def copy() -> dict[str, torch.Tensor]:
+        return copies.copy(state, copies.now())
+
+    report.put(first_copy_s=device.once_s(copy))
+    copy_s = device.time_s(copy, repeats=3)
     report.put(copy_alone_s=copy_s, copy_gb_per_s=num_bytes / GB / copy_s)
-    a = device.randn(sizes.width, sizes.width)
+    a = device.randn(width, width)
     product = torch.empty_like(a)
     for tensor in state.values():
         tensor.add_(1.0)

@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import math
-import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,23 +11,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from gpu_probe_common import GB, Device, Report, group_of_one, open_trainer_package
+from common import one_rank_trainer
+from gpu_probe_common import GB, Device, Report, group_of_one, open_trainer_package, trainer_process
 
 if TYPE_CHECKING:
     from forgeasync.config import ModelFacts
     from forgeasync.trainer import PackedRow, PolicyTrainer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamwSizes:
-    """A chain of square layers in float32."""
-
-    width: int = 4096
-    num_layers: int = 6
-    batch: int = 512
-
-
-ADAMW = {"cuda": AdamwSizes(), "cpu": AdamwSizes(width=32, num_layers=2, batch=8)}
+ADAMW = {"cuda": (4096, 6, 512), "cpu": (32, 2, 8)}
+"""Width, number and batch of square layers in float32."""
 NUM_STEPS, NUM_BEFORE = 6, 3
 
 
@@ -40,19 +32,19 @@ def fused_adamw(device: Device, report: Report) -> None:
     from forgeasync.trainer import CheckpointWriter, build_optimizer, training_state
     from forgeasync.trainer.run_checkpoint import load
 
-    sizes = ADAMW[device.kind]
+    width, num_layers, batch = ADAMW[device.kind]
     # Small for such wide layers: a loss that is not finite equals none.
     section = OptimizerSection(learning_rate=1e-5, weight_decay=0.01)
 
     def build(seed: int) -> tuple[torch.nn.Module, torch.optim.AdamW]:
         torch.manual_seed(seed)
-        layers = [torch.nn.Linear(sizes.width, sizes.width) for _ in range(sizes.num_layers)]
+        layers = [torch.nn.Linear(width, width) for _ in range(num_layers)]
         model = torch.nn.Sequential(*layers).to(device.kind)
         return model, build_optimizer(list(model.named_parameters()), section)
 
     def step(model: torch.nn.Module, optimizer: torch.optim.AdamW, number: int) -> float:
         torch.manual_seed(1000 + number)
-        x = device.randn(sizes.batch, sizes.width, dtype=torch.float32)
+        x = device.randn(batch, width, dtype=torch.float32)
         loss = (model(x) - x.roll(1, dims=-1)).square().mean()
         loss.backward()
         optimizer.step()
@@ -73,11 +65,15 @@ def fused_adamw(device: Device, report: Report) -> None:
     resumed = [step(other_model, other_optimizer, number) for number in range(NUM_BEFORE, NUM_STEPS)]
     report.put(losses=losses, losses_after_resume=resumed)
     report.check("losses_after_resume_are_equal", resumed == losses[NUM_BEFORE:])
-    pairs = zip(model.parameters(), other_model.parameters(), strict=True)
-    report.check("weights_after_resume_are_equal", all(torch.equal(one, other) for one, other in pairs))
+    report.check("weights_after_resume_are_equal", _have_equal_weights(model, other_model))
     counters = [moments["step"] for moments in other_optimizer.state.values()]
     report.check("steps_are_on_the_device", all(one.device.type == device.kind for one in counters))
     report.check("steps_are_counted_on", all(float(one) == NUM_STEPS for one in counters))
+
+
+def _have_equal_weights(model: torch.nn.Module, other: torch.nn.Module) -> bool:
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return all(bool((one == another).all()) for one, another in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,14 +127,7 @@ def moe_trainer(device: Device, report: Report) -> None:
     # All of them need TorchTitan.
     import torchtitan  # noqa: F401
 
-    from forgeasync.models import DEVICE_TYPE
-
-    if device.is_gpu and DEVICE_TYPE == "cuda":
-        torch.cuda.set_device(0)
-    backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
-    os.environ.setdefault("LOCAL_RANK", "0")
-    # Recomputation in the backward pass needs the mesh context of this thread.
-    with group_of_one(backend), torch.autograd.set_multithreading_enabled(False):
+    with trainer_process():
         for name, case in cases.items():
             with report.case(name):
                 case(device, report)
@@ -148,27 +137,16 @@ def _trainer(
     device: Device, sizes: ModelSizes, checkpointing: str = "none", *, resume_from: Path | None = None
 ) -> "PolicyTrainer":
     """Make a trainer, in bfloat16 on a GPU, always with the same random weights."""
-    from forgeasync.algorithms import Loss
-    from forgeasync.config import ActivationCheckpointing, Dtype, OptimizerSection, TrainerSection
-    from forgeasync.trainer import PolicyTrainer, TrainerSetup
+    from forgeasync.config import OptimizerSection
 
-    section = TrainerSection(
-        dtype=Dtype.BFLOAT16 if device.is_gpu else Dtype.FLOAT32,
+    return one_rank_trainer(
+        sizes.facts(),
+        resume_from=resume_from,
+        dtype="bfloat16" if device.is_gpu else "float32",
         tokens_per_row=sizes.tokens_per_row,
-        activation_checkpointing=ActivationCheckpointing(checkpointing),
-        replay_probe_share=0.0,
+        activation_checkpointing=checkpointing,
         optimizer=OptimizerSection(learning_rate=1e-4),
     )
-    setup = TrainerSetup(
-        section=section,
-        facts=sizes.facts(),
-        temperature=1.0,
-        loss=Loss(),
-        seed=0,
-        checkpoint=None,
-        resume_from=resume_from,
-    )
-    return PolicyTrainer(setup)
 
 
 def _rows(sizes: ModelSizes) -> list["PackedRow"]:
@@ -268,8 +246,7 @@ def _resume(device: Device, report: Report) -> None:
         trainer.finish_checkpoint()
         resumed = _trainer(device, sizes, resume_from=folder)
     report.check("version_goes_on", resumed.policy_version == trainer.policy_version == 2)
-    pairs = zip(trainer.model.parameters(), resumed.model.parameters(), strict=True)
-    report.check("weights_are_equal", all(bool((one == other).all()) for one, other in pairs))
+    report.check("weights_are_equal", _have_equal_weights(trainer.model, resumed.model))
     norms = [[one.train_step(rows).metrics["grad_norm"] for _ in range(2)] for one in (trainer, resumed)]
     report.put(grad_norms_after_checkpoint=norms)
     difference = max(abs(one - other) / one for one, other in zip(*norms, strict=True))

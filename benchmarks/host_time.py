@@ -14,7 +14,7 @@ Each time is the difference between long and short responses over the number of 
 
 import argparse
 import asyncio
-import json
+import itertools
 import statistics
 import tempfile
 import time
@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 import torch
 from common import RESULTS, machine_facts, print_table, write_json
+from transformers import AutoConfig
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
-from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor
@@ -49,31 +49,30 @@ NUM_KEPT = 20
 GROUP_SIZE = 8
 SHORT, LONG = 32, 160
 """Tokens of short and long responses."""
+MAX_CONTEXT = 1024
 PROMPT = [6] * 64
 TOKEN = 7
 """What the executor samples, which ends no response."""
-RECORDS = CaptureSpec(routing=True, kept_tokens=True)
 
-# vLLM wants the model runner of GPUs, which the executor replaces, for records.
-for check in ("_verify_sampling_replay_config", "_verify_aux_output_compatibility"):
-    setattr(VllmConfig, check, lambda _: None)
+# vLLM wants the model runner of GPUs, which the executor replaces, for records. Its engine core is a process
+# that imports this module.
+VllmConfig._verify_sampling_replay_config = VllmConfig._verify_aux_output_compatibility = lambda _: None
+
+Sample = Callable[[int, int], Awaitable[None]]
+"""Samples a number of sequences with a number of tokens each."""
 
 
 class InstantExecutor(Executor):
     """Executor without a model: each step's results are there at once."""
 
-    def _init_executor(self) -> None:
-        self._ends: dict[str, int] = {}
-        """Number of computed tokens of each request."""
-        self._emitted: dict[str, int] = {}
-        """Number of tokens whose experts were returned, of each request."""
-        rows = np.random.default_rng(0).integers(0, NUM_EXPERTS, (4096, NUM_LAYERS, TOP_K_EXPERTS))
-        self._rows = rows.astype(np.uint8)
+    supports_async_scheduling = staticmethod(lambda: True)
+    """As on GPUs, a step is scheduled before the results of the one before are handled."""
 
-    @classmethod
-    def supports_async_scheduling(cls) -> bool:
-        """Return True: as on GPUs, a step is scheduled before the results of the one before are handled."""
-        return True
+    def _init_executor(self) -> None:
+        self._ends: dict[str, tuple[int, int]] = {}
+        """Of each request: number of tokens whose experts were returned, and number of computed tokens."""
+        rows = np.random.default_rng(0).integers(0, NUM_EXPERTS, (MAX_CONTEXT, NUM_LAYERS, TOP_K_EXPERTS))
+        self._rows = rows.astype(np.uint8)
 
     def collective_rpc(self, method: Any, *_: Any, **options: Any) -> Any:
         """Answer what the engine core asks while it starts."""
@@ -84,46 +83,36 @@ class InstantExecutor(Executor):
             "get_supported_kv_cache_layouts": ["NHD"],
             "get_supported_tasks": ("generate",),
         }
-        return [answers.get(method)]
-
-    def compile_or_warm_up_model(self) -> None:
-        """Do nothing."""
+        return [answers[method]] if method in answers else []
 
     def check_health(self) -> None:
         """Do nothing."""
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Keep the step for ``sample_tokens``."""
-        self._step = scheduler_output
-        for one in scheduler_output.finished_req_ids:
-            self._ends.pop(one, None)
-            self._emitted.pop(one, None)
+        self._num_tokens = scheduler_output.num_scheduled_tokens
         for request in scheduler_output.scheduled_new_reqs:
-            self._ends[request.req_id] = request.num_computed_tokens
-        return done(None if scheduler_output.num_scheduled_tokens else EMPTY_MODEL_RUNNER_OUTPUT)
+            self._ends[request.req_id] = (0, request.num_computed_tokens)
+        return done(None if self._num_tokens else EMPTY_MODEL_RUNNER_OUTPUT)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         """Return the results of the step that was begun last."""
-        step = self._step
-        names = list(step.num_scheduled_tokens)
-        num = len(names)
+        num = len(self._num_tokens)
         routed = {}
-        for name, num_tokens in step.num_scheduled_tokens.items():
-            end = self._ends[name] + num_tokens
-            start = self._emitted.get(name, 0)
+        for name, num_tokens in self._num_tokens.items():
+            start, end = self._ends[name]
+            end += num_tokens
             routed[name] = AuxRequestOutput(start, self._rows[start:end])
-            self._ends[name] = self._emitted[name] = end
+            self._ends[name] = (end, end)
         ids = np.full((num, 1), TOKEN, np.int64)
+        kept = np.tile(np.arange(NUM_KEPT, dtype=np.int32), num)
         return done(
             ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: index for index, name in enumerate(names)},
-                sampled_token_ids=[[TOKEN] for _ in names],
+                req_ids=list(routed),
+                req_id_to_index={name: index for index, name in enumerate(routed)},
+                sampled_token_ids=ids.tolist(),
                 logprobs=LogprobsLists(ids, np.full((num, 1), -1.0, np.float32), ids[:, 0]),
-                sampling_masks=SamplingMaskLists(
-                    np.tile(np.arange(NUM_KEPT, dtype=np.int32), num),
-                    np.arange(0, (num + 1) * NUM_KEPT, NUM_KEPT),
-                ),
+                sampling_masks=SamplingMaskLists(kept, np.arange(0, len(kept) + 1, NUM_KEPT)),
                 aux_output_connector_output=routed,
             )
         )
@@ -138,7 +127,7 @@ def done(result: Any) -> Future[Any]:
 
 def use_instant_executor() -> None:
     """Have engines of this process run ``InstantExecutor`` as engines on GPUs run theirs."""
-    Executor.get_class = staticmethod(lambda _: InstantExecutor)  # type: ignore[method-assign]
+    Executor.get_class = staticmethod(lambda _: InstantExecutor)
     create = AsyncEngineArgs.create_engine_config
 
     def create_engine_config(self: AsyncEngineArgs, *arguments: Any, **options: Any) -> VllmConfig:
@@ -148,11 +137,7 @@ def use_instant_executor() -> None:
         config.scheduler_config.async_scheduling = True
         return config
 
-    AsyncEngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
-
-
-Sample = Callable[[int, int], Awaitable[Any]]
-"""Samples a number of sequences with a number of tokens each."""
+    AsyncEngineArgs.create_engine_config = create_engine_config
 
 
 async def start_ours(model: Path, section: GeneratorSection) -> tuple[Sample, Any]:
@@ -160,25 +145,24 @@ async def start_ours(model: Path, section: GeneratorSection) -> tuple[Sample, An
     engine = await GeneratorEngine.start(
         model_path=model,
         generator=section,
-        max_context_length=1024,
+        max_context_length=MAX_CONTEXT,
         seed=0,
-        records=RECORDS,
+        records=CaptureSpec(routing=True, kept_tokens=True),
         weights=WeightsSection(),
         in_flight=model / "in-flight",
     )
-    group_ids = iter(range(10**9))
+    group_ids = itertools.count()
+    prompt_ids_P = np.asarray(PROMPT, np.int32)
 
-    async def group(size: int, num_tokens: int) -> None:
-        group_id = next(group_ids)
-        sampling = SamplingSection(top_k=NUM_KEPT, max_response_tokens=num_tokens)
-        await engine.generate(
-            prompt_ids_P=np.asarray(PROMPT, np.int32), num_samples=size, sampling=sampling, group_id=group_id
-        )
-        engine.forget_group(group_id)
+    async def group(size: int, sampling: SamplingSection) -> None:
+        number = next(group_ids)
+        await engine.generate(prompt_ids_P=prompt_ids_P, num_samples=size, sampling=sampling, group_id=number)
+        engine.forget_group(number)
 
     async def sample(num_sequences: int, num_tokens: int) -> None:
-        sizes = [GROUP_SIZE] * (num_sequences // GROUP_SIZE) + [num_sequences % GROUP_SIZE]
-        await asyncio.gather(*(group(size, num_tokens) for size in sizes if size))
+        sampling = SamplingSection(top_k=NUM_KEPT, max_response_tokens=num_tokens)
+        left = range(num_sequences, 0, -GROUP_SIZE)
+        await asyncio.gather(*(group(min(GROUP_SIZE, one), sampling) for one in left))
 
     return sample, engine
 
@@ -188,29 +172,24 @@ async def start_theirs(model: Path, section: GeneratorSection) -> tuple[Sample, 
     arguments = AsyncEngineArgs(
         model=str(model),
         dtype="bfloat16",
-        max_model_len=1024,
+        max_model_len=MAX_CONTEXT,
         max_num_seqs=section.max_num_seqs,
         max_num_batched_tokens=section.max_num_batched_tokens,
         logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
     )
-    config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-    names = iter(range(10**9))
+    llm = AsyncLLM.from_engine_args(arguments)
+    names = itertools.count()
+    at_end = RequestOutputKind.FINAL_ONLY
 
-    async def request(num_tokens: int) -> None:
-        params = SamplingParams(
-            top_k=NUM_KEPT,
-            max_tokens=num_tokens,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+    async def request(params: SamplingParams) -> None:
         async for _ in llm.generate(tokens_input(PROMPT), params, str(next(names))):
             pass
 
     async def sample(num_sequences: int, num_tokens: int) -> None:
-        await asyncio.gather(*(request(num_tokens) for _ in range(num_sequences)))
+        records = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "output_kind": at_end}
+        params = SamplingParams(top_k=NUM_KEPT, max_tokens=num_tokens, **records)
+        await asyncio.gather(*(request(params) for _ in range(num_sequences)))
 
     return sample, llm
 
@@ -227,28 +206,23 @@ async def measure(sample: Sample, num_sequences: int) -> float:
 
 async def compare(sizes: list[int], num_rounds: int, model: Path) -> list[dict[str, float]]:
     """Return medians over rounds for each number of sequences."""
-    section = GeneratorSection(
-        max_num_seqs=max(sizes),
-        # Prompts are never computed in parts, which the executor does not know.
-        max_num_batched_tokens=2 * len(PROMPT) * max(sizes),
-        kv_cache_gib=64.0,
-    )
-    engines = {"ours": await start_ours(model, section), "vllm": await start_theirs(model, section)}
-    found: dict[tuple[str, int], list[float]] = {}
-    for sample, _ in engines.values():
+    # Prompts are never computed in parts, which the executor does not know.
+    num_batched = 2 * len(PROMPT) * max(sizes)
+    section = GeneratorSection(max_num_seqs=max(sizes), max_num_batched_tokens=num_batched, kv_cache_gib=64.0)
+    engines = [await start_ours(model, section), await start_theirs(model, section)]
+    for sample, _ in engines:
         await sample(max(sizes), LONG)
-    for number in range(num_rounds):
-        for size in sizes:
-            for name in ("ours", "vllm") if number % 2 else ("vllm", "ours"):
-                found.setdefault((name, size), []).append(await measure(engines[name][0], size))
-    for _, engine in engines.values():
+    times_ms: dict[int, tuple[list[float], list[float]]] = {size: ([], []) for size in sizes}
+    for number, size in itertools.product(range(num_rounds), sizes):
+        for which in (number % 2, 1 - number % 2):
+            times_ms[size][which].append(await measure(engines[which][0], size))
+    for _, engine in engines:
         engine.shutdown()
     rows = []
-    for size in sizes:
-        ours, vllm = found["ours", size], found["vllm", size]
-        ratio = statistics.median(a / b for a, b in zip(ours, vllm, strict=True))
-        times_ms = {"ours_ms": statistics.median(ours), "vllm_ms": statistics.median(vllm)}
-        rows.append({"num_sequences": size, **times_ms, "ratio": ratio})
+    for size, (ours, vllm) in times_ms.items():
+        ratio = statistics.median(one / other for one, other in zip(ours, vllm, strict=True))
+        medians = {"ours_ms": statistics.median(ours), "vllm_ms": statistics.median(vllm)}
+        rows.append({"num_sequences": size, **medians, "ratio": ratio})
     return rows
 
 
@@ -260,13 +234,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "host_time.json")
     arguments = parser.parse_args()
     use_instant_executor()
+    sizes = [int(one) for one in arguments.sequences.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model(Path(folder) / "model", num_experts=NUM_EXPERTS, top_k=TOP_K_EXPERTS)
-        path = model / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config |= {"num_hidden_layers": NUM_LAYERS, "max_position_embeddings": 4096}
-        path.write_text(json.dumps(config), encoding="utf-8")
-        sizes = [int(one) for one in arguments.sequences.split(",")]
+        sizes_of = {"num_hidden_layers": NUM_LAYERS, "max_position_embeddings": MAX_CONTEXT}
+        AutoConfig.from_pretrained(model, **sizes_of).save_pretrained(model)
         rows = asyncio.run(compare(sizes, arguments.rounds, model))
     cells = ("{num_sequences}", "{ours_ms:.2f} ms", "{vllm_ms:.2f} ms", "{ratio:.2f}")
     print_table(

@@ -10,9 +10,10 @@ cut short is. Overrides on the command line hold for all variants. Writes to DIR
 
 - learning.png: held-out accuracy against optimizer steps and against minutes, or sampled tokens, mean and
   range over seeds;
-- learning.md: a table with a row for each variant: ages, the accuracy at each step that evaluated, and the
-  tokens that were sampled by then;
 - learning.json: the numbers of each run. Its metrics.jsonl has all others.
+
+The table has a row for each variant: ages, the accuracy at each step that evaluated, and the tokens that were
+sampled by then.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from enum import StrEnum
 from itertools import accumulate, cycle
 from pathlib import Path
 
-from common import CONFIG, REPOSITORY, RESULTS, machine_facts, run_app, write_json
+from common import CONFIG, REPOSITORY, RESULTS, machine_facts, print_table, run_app, write_json
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -159,9 +160,8 @@ class RunResult:
 
     def at(self, step: int, axis: Against) -> float:
         """Return the place of a step on an axis."""
-        return {Against.STEPS: {step: step}, Against.MINUTES: self.minutes, Against.TOKENS: self.tokens}[
-            axis
-        ][step]
+        places = {Against.STEPS: {step: step}, Against.MINUTES: self.minutes, Against.TOKENS: self.tokens}
+        return places[axis][step]
 
 
 Results = Mapping[str, Sequence[RunResult]]
@@ -184,13 +184,6 @@ def run_result(run_dir: Path, seed: int) -> RunResult:
     )
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of Markdown whose first row has the titles."""
-    header, *others = rows
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *others]
-    return "".join(f"| {' | '.join(row)} |\n" for row in lines)
-
-
 def common_steps(runs: Iterable[RunResult]) -> list[int]:
     """Return the steps after which all runs evaluated."""
     return sorted(set.intersection(*(set(run.accuracy_by_step) for run in runs)))
@@ -202,20 +195,20 @@ def accuracies_at(runs: Sequence[RunResult], step: int) -> tuple[float, float, f
     return statistics.fmean(found), min(found), max(found)
 
 
-def accuracy_table(results: Results) -> str:
-    """Return a table with a row for each variant: ages, accuracies over seeds, and the tokens that were
+def accuracy_table(results: Results) -> list[list[str]]:
+    """Return titles, and a row for each variant: ages, accuracies over seeds, and the tokens that were
     sampled by then."""
     steps = common_steps(run for runs in results.values() for run in runs)
-    rows = [["held-out accuracy after", "seeds", "age mean / max", *(f"{step} steps" for step in steps)]]
+    rows = [["after", "seeds", "age mean / max", *(f"{step} steps" for step in steps)]]
     for name, runs in results.items():
         age_mean = statistics.fmean(run.age_mean for run in runs)
         cells = [name, str(len(runs)), f"{age_mean:.2f} / {max(run.age_max for run in runs):.0f}"]
         for step in steps:
             mean, low, high = accuracies_at(runs, step)
             tokens = statistics.fmean(run.tokens[step] for run in runs)
-            cells.append(f"{mean:.1%} ({low:.1%} to {high:.1%}; {tokens / 1000:.0f}k tokens)")
+            cells.append(f"{mean:.1%} ({100 * low:.1f}-{100 * high:.1f}) {tokens / 1000:.0f}k")
         rows.append(cells)
-    return markdown(rows)
+    return rows
 
 
 def plot_variants(results: Results, out: Path, against: tuple[Against, Against]) -> None:
@@ -245,11 +238,11 @@ def plot_variants(results: Results, out: Path, against: tuple[Against, Against])
 
 
 def write_report(results: Results, folder: Path, arguments: argparse.Namespace) -> None:
-    """Write the plot, the table and the JSON to ``folder``, and print the table."""
+    """Write the plot and the JSON to ``folder``, and print the table."""
     variants, against = COMPARISONS[arguments.compare]
     plot_variants(results, folder / "learning.png", against)
-    table = accuracy_table(results)
-    (folder / "learning.md").write_text(table, encoding="utf-8")
+    columns, *rows = accuracy_table(results)
+    print_table("held-out accuracy (range over seeds), sampled tokens", columns, rows)
     content = {
         "machine": machine_facts(),
         "configs": {one.name: str(one.config.relative_to(REPOSITORY)) for one in variants},
@@ -259,7 +252,7 @@ def write_report(results: Results, folder: Path, arguments: argparse.Namespace) 
         "variants": [{"name": name, "runs": [asdict(run) for run in runs]} for name, runs in results.items()],
     }
     write_json(folder / "learning.json", content)
-    print(f"{table}\nwrote {folder}/learning.png, .md and .json")
+    print(f"wrote {folder}/learning.png and .json")
 
 
 def main() -> None:

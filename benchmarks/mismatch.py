@@ -30,25 +30,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from common import REPOSITORY, RESULTS, machine_facts, print_table, write_json
+from common import REPOSITORY, RESULTS, machine_facts, one_rank_trainer, print_table, watched_step, write_json
+from gpu_probe_common import group_of_one
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from forgeasync.algorithms import Loss
-from forgeasync.config import (
-    Dtype,
-    GeneratorSection,
-    ModelFacts,
-    OptimizerSection,
-    SamplingSection,
-    TrainerSection,
-    WeightsSection,
-)
+from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import CaptureSpec, Rollout, all_kept, check_rollout
-from forgeasync.trainer import PackedRow, PolicyTrainer, TrainerSetup, TrainingSequence, pack_rows
+from forgeasync.trainer import PackedRow, PolicyTrainer, TrainingSequence, pack_rows
 
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=96)
 GROUP_SIZE = 4
@@ -126,22 +116,10 @@ async def _sample(folder: Path, num_groups: int) -> list[Rollout]:
     return rollouts
 
 
-def make_trainer(folder: Path, facts: ModelFacts) -> PolicyTrainer:
-    """Make a trainer of one rank, whose steps are too small to change anything."""
-    setup = TrainerSetup(
-        section=TrainerSection(
-            dtype=Dtype.FLOAT32,
-            tokens_per_row=TOKENS_PER_ROW,
-            replay_probe_share=0.0,
-            optimizer=OptimizerSection(learning_rate=1e-12, max_grad_norm=1e9),
-        ),
-        facts=facts,
-        temperature=SAMPLING.temperature,
-        loss=Loss(),
-        seed=0,
-        checkpoint=folder,
-    )
-    return PolicyTrainer(setup)
+def make_trainer(folder: Path) -> PolicyTrainer:
+    """Make a trainer of one rank with the weights of a folder."""
+    facts, temperature = read_model_facts(str(folder)), SAMPLING.temperature
+    return one_rank_trainer(facts, temperature=temperature, checkpoint=folder, tokens_per_row=TOKENS_PER_ROW)
 
 
 def make_rows(rollouts: Sequence[Rollout]) -> list[PackedRow]:
@@ -163,18 +141,8 @@ def make_rows(rollouts: Sequence[Rollout]) -> list[PackedRow]:
 
 def step(trainer: PolicyTrainer, rows: list[PackedRow]) -> tuple[dict[str, float], torch.Tensor]:
     """Return the metrics of a step, and its gradient as one vector."""
-    gradients: list[torch.Tensor] = []
-
-    def keep(*_: object) -> None:
-        gradients.extend(
-            (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).flatten().clone()
-            for p in trainer.model.parameters()
-        )
-
-    hook = trainer._optimizer.register_step_pre_hook(keep)
-    result = trainer.train_step(rows)
-    hook.remove()
-    return result.metrics, torch.cat(gradients).double()
+    result, gradients, _ = watched_step(trainer, rows)
+    return result.metrics, torch.cat([one.flatten() for one in gradients]).double()
 
 
 def disturb_choices(trainer: PolicyTrainer, num_tokens: int) -> None:
@@ -186,18 +154,12 @@ def disturb_choices(trainer: PolicyTrainer, num_tokens: int) -> None:
 
 
 def compare(
-    setting: str,
-    rollouts: Sequence[Rollout],
-    trained: Path,
-    sampled: Path,
-    facts: ModelFacts,
-    *,
-    disturbed: bool = False,
+    setting: str, rollouts: Sequence[Rollout], trained: Path, sampled: Path, *, disturbed: bool = False
 ) -> list[dict[str, Any]]:
     """Measure the four kinds of replay in one setting."""
     rows = make_rows(rollouts)
-    _, consistent = step(make_trainer(sampled, facts), rows)
-    trainer = make_trainer(trained, facts)
+    _, consistent = step(make_trainer(sampled), rows)
+    trainer = make_trainer(trained)
     if disturbed:
         (row,) = rows
         disturb_choices(trainer, len(row.token_ids_L))
@@ -229,7 +191,6 @@ def compare(
 
 def measure(model: Path, num_groups: int) -> list[dict[str, Any]]:
     """Measure all settings."""
-    facts = read_model_facts(str(model))
     context = multiprocessing.get_context("spawn")
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="mismatch-") as scratch, context.Pool(1) as pool:
@@ -239,10 +200,10 @@ def measure(model: Path, num_groups: int) -> list[dict[str, Any]]:
         # An engine changes its process, so the second one gets another.
         with context.Pool(1) as second:
             of_bf16 = second.apply(sample, (bf16, num_groups))
-        lines += compare("same weights", of_model, model, model, facts)
-        lines += compare("bf16 generator", of_bf16, model, bf16, facts)
-        lines += compare("noisy choice", of_model, model, model, facts, disturbed=True)
-        lines += compare("noisy gate", of_model, noisy, model, facts)
+        lines += compare("same weights", of_model, model, model)
+        lines += compare("bf16 generator", of_bf16, model, bf16)
+        lines += compare("noisy choice", of_model, model, model, disturbed=True)
+        lines += compare("noisy gate", of_model, noisy, model)
     return lines
 
 
@@ -262,9 +223,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "mismatch.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    lines = measure(arguments.model, arguments.groups)
-    dist.destroy_process_group()
+    with group_of_one("gloo"):
+        lines = measure(arguments.model, arguments.groups)
     print_table(
         "abs(trainer logprob - generator logprob)",
         ("setting", "replayed", "mean", "max", "KL", "other experts", "gradient cosine"),

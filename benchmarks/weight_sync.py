@@ -15,11 +15,10 @@ has medians over steps and rounds.
 import argparse
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from common import RESULTS, machine_facts, write_json, write_model
-from rich.console import Console
-from rich.table import Table
+from common import RESULTS, machine_facts, print_table, write_json, write_model
 
 import forgeasync as fa
 from forgeasync.testing import tiny_config
@@ -29,6 +28,8 @@ DIMENSIONS = ("hidden_size", "num_hidden_layers", "head_dim", "num_experts", "mo
 SIZES = {"2M": (128, 4, 32, 8, 128), "50M": (512, 7, 128, 16, 256), "500M": (1024, 6, 256, 32, 768)}
 """Dimensions of a Qwen3-MoE, by its number of parameters."""
 NUM_SKIPPED_STEPS = 2
+TIMES = {"publish_s": 1, "fetch_s": 1, "pause_s": 2}
+"""Digits of the table's milliseconds."""
 
 
 def measure(transport: str, model: Path, num_steps: int, run_dir: Path) -> dict[str, float]:
@@ -51,22 +52,11 @@ def measure(transport: str, model: Path, num_steps: int, run_dir: Path) -> dict[
     }
 
 
-def report(runs: dict[tuple[str, str], list[dict[str, float]]]) -> Table:
-    """Return a table with a row for each size and transport: medians over rounds."""
-    table = Table(title="new weights, while the generator decodes")
-    for column in ("model", "transport", "publish", "fetch", "pause", "moved"):
-        table.add_column(column, justify="right")
-    for (size, transport), own in runs.items():
-        one = {key: statistics.median(each[key] for each in own) for key in own[0]}
-        table.add_row(
-            f"{size}, {one['num_bytes_needed'] / 1e6:.0f} MB",
-            transport,
-            f"{one['publish_s'] * 1e3:.1f} ms",
-            f"{one['fetch_s'] * 1e3:.1f} ms",
-            f"{one['pause_s'] * 1e3:.2f} ms",
-            f"{one['moved_share']:.0%}",
-        )
-    return table
+def cells(size: str, transport: str, own: Sequence[dict[str, float]]) -> list[str]:
+    """Return a row of the table: medians over rounds."""
+    one = {key: statistics.median(each[key] for each in own) for key in own[0]}
+    times = [f"{one[key] * 1e3:.{digits}f} ms" for key, digits in TIMES.items()]
+    return [f"{size}, {one['num_bytes_needed'] / 1e6:.0f} MB", transport, *times, f"{one['moved_share']:.0%}"]
 
 
 def main() -> None:
@@ -88,7 +78,12 @@ def main() -> None:
                     run_dir = Path(folder) / f"{size}-{transport}-{number}"
                     found = measure(transport, model, arguments.steps, run_dir)
                     runs.setdefault((size, transport), []).append(found)
-    Console(width=140).print(report(runs))
+    print_table(
+        "new weights, while the generator decodes",
+        ("model", "transport", "publish", "fetch", "pause", "moved"),
+        (cells(size, transport, own) for (size, transport), own in runs.items()),
+        num_names=2,
+    )
     found = [{"size": size, "transport": name, **one} for (size, name), own in runs.items() for one in own]
     write_json(arguments.out, {"machine": machine_facts(), "runs": found})
 

@@ -22,15 +22,8 @@ PROGRAMS = ("apps.grpo", "forgeasync.runtime.bootstrap_main")
 """Modules as which processes of roles start. Other processes of a run may fork, and must have no thread."""
 LOOK_S = 0.03
 EXIT_CODE = 13
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "all_gather",
-    "all_gather_object",
-    "broadcast",
-    "barrier",
-)
+COLLECTIVES = """all_reduce all_gather_into_tensor reduce_scatter_tensor all_gather all_gather_object
+    broadcast barrier""".split()
 TRAINER_THREAD = "trainer"
 """Name of the thread that makes steps. Collectives of a checkpoint are in another one."""
 
@@ -67,10 +60,8 @@ class Order:
                 os._exit(EXIT_CODE)
             case "aborted_collective" | "hung_collective":
                 self._break_collective(self._words["kind"] == "hung_collective", self._words["num_before"])
-            case "full_disk":
-                self._refuse_writes(errno.ENOSPC)
-            case "failing_disk":
-                self._refuse_writes(errno.EIO)
+            case "full_disk" | "failing_disk" as kind:
+                self._refuse_writes(errno.ENOSPC if kind == "full_disk" else errno.EIO)
             case "delayed_messages":
                 self._hold_messages(self._words["seconds"])
             case "dropped_messages":
