@@ -93,6 +93,7 @@ from .rules import places_of as places_of
 from .rules import reward_gpus as reward_gpus
 from .rules import shares_gpus as shares_gpus
 from .rules import sleeps as sleeps
+from .run import Fidelity as Fidelity
 from .run import LoggingSection as LoggingSection
 from .run import RunConfig as RunConfig
 from .run import ScorerSection as ScorerSection

@@ -28,6 +28,15 @@ from forgeasync.config.weights import WeightsSection
 from forgeasync.schema import Count, CountOrZero, Refusal, Seconds, Section, Seed
 
 
+class Fidelity(StrEnum):
+    """How closely the trainer's log-probabilities follow the generator's."""
+
+    REPLAY = "replay"
+    """Recorded experts and kept sets are replayed; rounding differs."""
+    BITWISE = "bitwise"
+    """Tokens sampled under the weights that train have equal log-probabilities, to the last bit."""
+
+
 class TimeoutSection(Section):
     """Deadlines of calls to actors, in seconds.
 
@@ -246,6 +255,10 @@ class RunConfig(Section):
     max_off_policy_steps: int = Field(default=0, ge=0, le=32)
     """Maximum age of training data: policy versions between the weights that sampled a token and the weights
     that train on it. 0: strictly synchronous."""
+    fidelity: Fidelity = Fidelity.REPLAY
+    """replay (recorded experts and kept sets are replayed; rounding differs), or bitwise (on tokens sampled
+    under the weights that train, log-probabilities of trainer and generator are equal to the last bit; a
+    difference ends the run). bitwise runs on CPUs in float32."""
     model: ModelSection
     data: DataSection
     sampling: SamplingSection

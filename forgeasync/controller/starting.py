@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from forgeasync.algorithms import Loss
 from forgeasync.config import (
     AgeOf,
+    Fidelity,
     OnBadStep,
     RunConfig,
     average_alpha,
@@ -218,6 +219,7 @@ def trainer_setup(prepared: Prepared, loss: Loss) -> TrainerSetup:
         loss=loss,
         seed=config.seed,
         checkpoint=prepared.model_path,
+        is_bitwise=config.fidelity is Fidelity.BITWISE,
         lora=config.lora,
         average_alpha=average_alpha(config.teachers),
         gpu_share=trainer_gpu_share(config, prepared.facts),

@@ -72,7 +72,7 @@ def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
 def _titan_rope(facts: ModelFacts) -> CosSinRoPE.Config:
     from torchtitan.models.common import CosSinRoPE
 
-    from forgeasync.models.workarounds.rope import Llama3CosSinRoPE
+    from forgeasync.models.titan_family import Llama3CosSinRoPE
 
     scaling = facts.rope_scaling
     if scaling is None:

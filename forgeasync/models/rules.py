@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from forgeasync.config import (
     EXPERT_TARGETS,
     Dtype,
+    Fidelity,
     LoraSection,
     ModelFacts,
     RouterBias,
@@ -332,6 +333,35 @@ def check_lora_sharding(config: RunConfig, facts: ModelFacts) -> Iterator[Proble
         )
 
 
+def check_fidelity(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Refuse what adds up in another order than one engine does, if bits have to be equal."""
+    if config.fidelity is not Fidelity.BITWISE:
+        return
+    trainer, generator = config.trainer, config.generator
+    of_ranks = "several ranks add up parts of a sum"
+    for field, value, wanted, reason in (
+        ("generator.batch_invariant", generator.batch_invariant, True, "bits must not depend on the batch"),
+        ("generator.compile", generator.compile, False, "compiled operators are fused"),
+        ("trainer.compile", trainer.compile, False, "compiled operators are fused"),
+        ("generator.dtype", generator.dtype, Dtype.FLOAT32, "other dtypes round twice"),
+        ("trainer.dtype", trainer.dtype, Dtype.FLOAT32, "other dtypes round twice"),
+        ("generator.tensor_parallel", generator.tensor_parallel, 1, of_ranks),
+        ("trainer.parallel.tensor", trainer.parallel.tensor, 1, of_ranks),
+        ("trainer.parallel.expert", trainer.parallel.expert, 1, of_ranks),
+        ("trainer.parallel.context", trainer.parallel.context, 1, "the generator has whole sequences"),
+    ):
+        if value != wanted:
+            remedy = f"must be {str(wanted).lower()} with fidelity = 'bitwise': {reason}"
+            yield Problem(field=field, value=value, remedy=remedy)
+    if config.lora is not None:
+        yield Problem(
+            field="lora", remedy="must be left out with fidelity = 'bitwise': engines merge adapters"
+        )
+    if facts.latent is not None:
+        remedy = "has latent attention, which fidelity = 'bitwise' does not support"
+        yield Problem(field="model.path", value=config.model.path, remedy=remedy)
+
+
 def check_config(config: RunConfig, model_facts: ModelFacts) -> list[Problem]:
     """Return all problems of training this model with ``config``; empty if there are none."""
     problems = check_without_model(config)
@@ -407,5 +437,6 @@ _MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Problem]], ...] =
     check_generator_fits_model,
     check_lora_family,
     check_lora_sharding,
+    check_fidelity,
     _check_payload,
 )

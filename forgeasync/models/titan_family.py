@@ -4,9 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 import torch.nn as nn
 from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from forgeasync.config import ModelFacts
@@ -40,3 +42,20 @@ def set_norm_eps(layer: TransformerBlock.Config, facts: ModelFacts) -> None:
     """Set the model's norm epsilon, because TorchTitan's builders use their own."""
     layer.attention_norm = replace(layer.attention_norm, eps=facts.rms_norm_eps)
     layer.ffn_norm = replace(layer.ffn_norm, eps=facts.rms_norm_eps)
+
+
+class Llama3CosSinRoPE(CosSinRoPE):
+    """Llama 3's rotary frequencies in the rotate-half layout of Hugging Face files.
+
+    TorchTitan 0.3.0 scales the frequencies only in ``ComplexRoPE``, which rotates adjacent dimensions: rows
+    of query and key weights would have to be permuted. Can go when ``CosSinRoPE`` supports it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        pass
+
+    def _precompute_cache(self) -> torch.Tensor:
+        """Return cosines and sines, [max_seq_len, 2 * dim]."""
+        cis = ComplexRoPE._precompute_cache(self)
+        return torch.cat([cis.real, cis.real, cis.imag, cis.imag], dim=-1)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -50,14 +51,25 @@ from forgeasync.trainer.workarounds.attention import (
     tree_metadata,
 )
 
+if TYPE_CHECKING:
+    from forgeasync.trainer.generator_forward import GeneratorForward
+
 
 class RowForward:
     """Runs rows through one model of this rank's mesh; all ranks of a row call it together."""
 
     def __init__(
-        self, model: Decoder, *, parallel_dims: ParallelDims, section: TrainerSection, temperature: float
+        self,
+        model: Decoder,
+        *,
+        parallel_dims: ParallelDims,
+        section: TrainerSection,
+        temperature: float,
+        generator_forward: "GeneratorForward | None" = None,
     ) -> None:
+        """``generator_forward`` gives the model's layers the generator's bits."""
         self._model = model
+        self._generator_forward = generator_forward
         self._temperature = temperature
         self.routers = replay_routers(model)
         self._counts_experts = section.router_bias is RouterBias.UPDATED
@@ -120,6 +132,8 @@ class RowForward:
         """
         mine = self.own_part(row)
         own = self._own_targets(row)
+        if self._generator_forward is not None:
+            self._generator_forward.begin(row)
         kept = row.kept_tokens.slice(own.start, own.stop)
         targets = Targets(
             token_ids_T=to_device(row.target_ids_T[own]),

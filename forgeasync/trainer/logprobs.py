@@ -11,6 +11,7 @@ Shape suffixes: T tokens, V vocabulary, v this rank's slice of it, N kept ids of
 tokens with a cut vocabulary, U tokens without, K requested ids of each token.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -156,7 +157,7 @@ def kept_logprobs(
     """
     vocabulary = VocabularySlice.of(logits_TV, dim=1)
     local_Tv = logits_TV.to_local() if isinstance(logits_TV, DTensor) else logits_TV
-    is_cut_away_Tv = _cut_away(kept_offsets, kept_ids, vocabulary)
+    is_cut_away_Tv = cut_away(kept_offsets, kept_ids, vocabulary)
     scaled_Tv = _cut(_scaled(local_Tv, temperature), is_cut_away_Tv)
     return _uncut_logprobs(token_ids_T.long(), vocabulary, scaled_Tv)[0]
 
@@ -248,7 +249,7 @@ def _chunk_predictions(
             with_entropies,
         )
     # Make the mask before the logits: as pairs of indices, wide sets take more memory than logits do.
-    is_cut_away_Tv = _cut_away(kept_offsets, kept_ids, vocabulary)
+    is_cut_away_Tv = cut_away(kept_offsets, kept_ids, vocabulary)
     scaled_Tv = _cut(_scaled(weight.logits(hidden_TD), temperature), is_cut_away_Tv)
     logprobs_T, log_sums_T = _uncut_logprobs(token_ids_T.long(), vocabulary, scaled_Tv)
     if not with_entropies:
@@ -267,7 +268,7 @@ def _is_gathering_faster(kept_offsets: torch.Tensor, vocabulary: VocabularySlice
     return int(kept_offsets[-1]) * GATHER_COST < num_cut * vocabulary.size
 
 
-def _cut_away(
+def cut_away(
     kept_offsets: torch.Tensor, kept_ids: torch.Tensor, vocabulary: VocabularySlice
 ) -> torch.Tensor | None:
     """Return which ids of the slice are not in the tokens' kept sets, bool [T, v]; None if nothing is cut."""
@@ -429,3 +430,13 @@ class Targets:
     kept_ids: torch.Tensor
     extra_ids_TK: torch.Tensor | None = None
     """Ids (int64) whose log-probabilities over the full vocabulary are also returned; None: none."""
+
+    def chunks(self, num_tokens: int) -> Iterator["Targets"]:
+        """Yield the targets in parts of ``num_tokens``."""
+        for start in range(0, len(self.token_ids_T), num_tokens):
+            offsets = self.kept_offsets[start : start + num_tokens + 1]
+            yield Targets(
+                token_ids_T=self.token_ids_T[start : start + num_tokens],
+                kept_offsets=offsets - offsets[0],
+                kept_ids=self.kept_ids[int(offsets[0]) : int(offsets[-1])],
+            )

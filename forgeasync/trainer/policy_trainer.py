@@ -45,6 +45,8 @@ from forgeasync.trainer.step import (
     RowValues,
     StepJudge,
     StepResult,
+    agree_on_problem,
+    describe_difference,
     describe_fresh_mismatch,
     describe_rows,
     merge_step_results,
@@ -71,12 +73,25 @@ class PolicyTrainer:
         self._facts = facts
         loss = self._loss = setup.loss
         self._max_token_age = setup.max_token_age
+        self._is_bitwise = setup.is_bitwise
         dims = self._parallel_dims = build_parallel_dims(section, world_size=dist.get_world_size())
         self.model = build_parallel_model(facts, section, parallel_dims=dims, lora=lora, seed=setup.seed)
         if setup.checkpoint is not None:
             hf_checkpoint.load(self.model, facts, setup.checkpoint)
         temperature = setup.temperature
-        self._forward = RowForward(self.model, parallel_dims=dims, section=section, temperature=temperature)
+        generator_forward = None
+        if setup.is_bitwise:
+            # It imports vLLM, which no other trainer needs.
+            from forgeasync.trainer.generator_forward import GeneratorForward
+
+            generator_forward = GeneratorForward(self.model, facts)
+        self._forward = RowForward(
+            self.model,
+            parallel_dims=dims,
+            section=section,
+            temperature=temperature,
+            generator_forward=generator_forward,
+        )
         self._decisions = ReplayedDecisions(dims, num_layers=len(self._forward.routers))
         self._reference: ReferenceLogprobs | None = None
         if loss.needs_reference and lora is not None:
@@ -139,7 +154,8 @@ class PolicyTrainer:
             NonFiniteWeights: The weights after a step are not finite, and there is no earlier snapshot.
             ValueError: A step must be rolled back, and there is no snapshot.
             MismatchTooLarge: On tokens sampled under the current weights, log-probabilities differ from the
-                generator's by more than ``max_fresh_mismatch`` nats on average. No step was made.
+                generator's by more than ``max_fresh_mismatch`` nats on average, or in a bit of one of them
+                with ``is_bitwise``. No step was made.
         """
         start_s = time.perf_counter()
         self._waited_s = 0.0
@@ -227,6 +243,8 @@ class PolicyTrainer:
             )
             for index, (row, tokens) in enumerate(zip(rows, recorded, strict=True))
         ]
+        if self._is_bitwise and first_row == 0:
+            self._require_equal_bits(rows, values)
         # Before clipping, because a norm of nan makes every gradient nan.
         gradients = value_ranges(
             (f"the reduced gradient of {name}", parameter.grad) for name, parameter in self._trained()
@@ -271,6 +289,17 @@ class PolicyTrainer:
             bad=bad,
             tokens=collector.report(),
         )
+
+    def _require_equal_bits(self, rows: Sequence[PackedRow], values: Sequence[RowValues]) -> None:
+        found = []
+        for row, (index, _, inputs, _) in zip(rows, values, strict=True):
+            logprobs_T = inputs["the log-probability"]
+            assert logprobs_T is not None
+            found.append(describe_difference(row, logprobs_T, index=index))
+        problem = agree_on_problem(next((text for text in found if text is not None), None))
+        if problem is not None:
+            self._optimizer.zero_grad()
+            raise MismatchTooLarge(f"step {self.policy_version + 1}: {problem}")
 
     def _accumulate_gradients(
         self,

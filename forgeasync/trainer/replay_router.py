@@ -40,7 +40,8 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._replayed_BLK: torch.Tensor | None = None
+        self.replayed_BLK: torch.Tensor | None = None
+        """Recorded experts of the current row, int64; None outside of ``replay``."""
         self._num_uses_BL: torch.Tensor | None = None
         self._noted: NotedPlaces | None = None
         # Counts of the last forward pass: replayed decisions, and those in which this router would have
@@ -66,23 +67,23 @@ class ReplayRouter(TokenChoiceTopKRouter):
         Tokens are counted per expert, each ``num_uses_BL`` times (integers, in the layout of the ids). The
         outcome of each token's decision is written to ``noted``.
         """
-        assert self._replayed_BLK is None, "replay contexts of one router do not nest"
-        self._replayed_BLK = expert_ids_BLK.long()
+        assert self.replayed_BLK is None, "replay contexts of one router do not nest"
+        self.replayed_BLK = expert_ids_BLK.long()
         self._num_uses_BL = num_uses_BL
         self._noted = noted
         try:
             yield
         finally:
-            self._replayed_BLK = self._num_uses_BL = self._noted = None
+            self.replayed_BLK = self._num_uses_BL = self._noted = None
 
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return scores [B, L, K] and ids [B, L, K] of the chosen experts, and all scores [B, L, E]."""
         own_scores_BLK, own_ids_BLK, scores_BLE = super().forward(x_BLD, expert_bias_E)
-        if self._replayed_BLK is None:
+        if self.replayed_BLK is None:
             return own_scores_BLK, own_ids_BLK, scores_BLE
-        replayed_BLK = _laid_out_like(self._replayed_BLK, own_ids_BLK)
+        replayed_BLK = _laid_out_like(self.replayed_BLK, own_ids_BLK)
         local_own_BLK = local_shard(own_ids_BLK)
         has_record_BL1 = (replayed_BLK > NO_RECORD).all(-1, keepdim=True)
         ids_BLK = torch.where(has_record_BL1, replayed_BLK, local_own_BLK)

@@ -19,6 +19,8 @@ class TrainerSetup:
     seed: int
     checkpoint: Path | None
     """Hugging Face folder with the initial weights; None: random weights."""
+    is_bitwise: bool = False
+    """Whether layers return what the generator computes, bit for bit, and every difference is an error."""
     lora: LoraSection | None = None
     """If set, the model is frozen, and adapters are trained, published and saved instead."""
     average_alpha: float | None = None

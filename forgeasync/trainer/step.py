@@ -21,6 +21,8 @@ from forgeasync.config import BadStepsSection, OnBadStep
 from forgeasync.models import DEVICE_TYPE
 from forgeasync.processes import MemoryPeak
 from forgeasync.rollouts import TokenReport, merged_reports
+from forgeasync.trainer.packing import PackedRow
+from forgeasync.trainer.step_sums import is_fresh
 from forgeasync.weights import local_shard
 
 
@@ -225,6 +227,30 @@ def describe_fresh_mismatch(metrics: Mapping[str, float], largest: float, *, ste
         f"and generator differ by {mismatch:.3g} nats on average, more than "
         f"trainer.max_fresh_mismatch = {largest:g}: they do not compute the same distribution "
         "(temperature, kept sets, routing or weights); the step was not taken"
+    )
+
+
+def describe_difference(row: PackedRow, logprobs_T: torch.Tensor, *, index: int) -> str | None:
+    """Describe the first token of row ``index`` with another log-probability than the generator's.
+
+    Only tokens sampled under the weights being trained are compared. None if there is none.
+    """
+    differs_T = is_fresh(row) & (logprobs_T.cpu().numpy() != row.behavior_logprobs_T)
+    if not differs_T.any():
+        return None
+    first = int(differs_T.argmax())
+    sequence = int(row.sequence_ids_T[first])
+    name = f"sequence {sequence} of row {index} {_own_rank()}"
+    if row.sources:
+        key = row.sources[sequence].source.key
+        name = f"group {key.rollout.group_id}, rollout {key.rollout.episode}, branch {key.branch}"
+    position = int(row.positions_L[row.places_T[first]]) + 1
+    token = f"token {position} of {name} (id {row.target_ids_T[first]})"
+    given, computed = float(row.behavior_logprobs_T[first]), float(logprobs_T[first])
+    return (
+        f"fidelity = 'bitwise', but the log-probability of {token}, sampled under the weights that train, is "
+        f"{given!r} in the generator and {computed!r} in the trainer; {differs_T.sum()} tokens of the row "
+        "differ; the step was not made"
     )
 
 

@@ -80,7 +80,7 @@ class StepSums:
         """
         # Selecting by a mask would wait for the GPU.
         difference_T = (logprobs_T - behavior_T).where(mask_T, 0.0)
-        is_fresh_T = to_device(_is_fresh(row) & self._is_first) & mask_T
+        is_fresh_T = to_device(is_fresh(row) & self._is_first) & mask_T
         ratios_T = difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().where(mask_T, 0.0).double()
         self._add_own(ratio=ratios_T.sum(), ratio_squared=ratios_T.square().sum())
         self._add_largest("difference", difference_T.abs())
@@ -191,7 +191,7 @@ def _effective_share(sums: Mapping[str, float], name: str, count: int) -> float:
     return sums[name] ** 2 / squares if squares else 0.0
 
 
-def _is_fresh(row: PackedRow) -> np.ndarray:
+def is_fresh(row: PackedRow) -> np.ndarray:
     """Return whether each target's whole response is of age 0: bool [T]."""
     oldest_S = np.zeros(row.num_sequences, np.int64)
     np.maximum.at(oldest_S, row.sequence_ids_T, row.ages_T)

@@ -8,7 +8,6 @@ import tempfile
 from uuid import uuid4
 
 import torch
-from torch.nn import functional
 from vllm.config import CacheConfig, VllmConfig
 from vllm.model_executor.layers import utils
 from vllm.platforms import current_platform
@@ -17,6 +16,7 @@ from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.sample import sampler
 
 from forgeasync.files import own_prefix
+from forgeasync.models import linear_by_blocks
 
 
 def adapt_process() -> None:
@@ -53,10 +53,6 @@ def count_at_least(logprobs_BV: torch.Tensor, bounds_B1: torch.Tensor) -> torch.
     return (logprobs_BV >= bounds_B1).sum(-1)
 
 
-ROWS = 32
-"""Number of rows that a linear layer computes at a time, padded with zeros."""
-
-
 def compute_batch_invariantly(*, is_cpu: bool) -> None:
     """Make log-probabilities bitwise independent of what else an engine decodes.
 
@@ -68,19 +64,16 @@ def compute_batch_invariantly(*, is_cpu: bool) -> None:
     """
     if is_cpu:
         os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-        utils.cpu_unquantized_gemm = _linear_by_blocks
+        utils.cpu_unquantized_gemm = _linear
     else:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
 
-def _linear_by_blocks(
+def _linear(
     layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Replace ``cpu_unquantized_gemm``: compute a linear layer in blocks of ``ROWS`` rows."""
-    rows = x.reshape(-1, x.shape[-1])
-    filled = functional.pad(rows, (0, 0, 0, -len(rows) % ROWS))
-    blocks = [functional.linear(block, weight, bias) for block in filled.split(ROWS)]
-    return torch.cat(blocks)[: len(rows)].view(*x.shape[:-1], -1)
+    """Replace ``cpu_unquantized_gemm``."""
+    return linear_by_blocks(x, weight, bias)
 
 
 def expand_latents() -> None:
