@@ -1,5 +1,6 @@
 """TorchTitan's part of a model family: its classes, and the configs of its layers."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,7 +9,7 @@ import torch
 import torch.nn as nn
 from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.models.common.nn_modules import RMSNorm
-from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
+from torchtitan.models.common.rope import CosSinRoPE
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from forgeasync.config import ModelFacts
@@ -48,7 +49,9 @@ class Llama3CosSinRoPE(CosSinRoPE):
     """Llama 3's rotary frequencies in the rotate-half layout of Hugging Face files.
 
     TorchTitan 0.3.0 scales the frequencies only in ``ComplexRoPE``, which rotates adjacent dimensions: rows
-    of query and key weights would have to be permuted. Can go when ``CosSinRoPE`` supports it.
+    of query and key weights would have to be permuted. Can go when ``CosSinRoPE`` supports it. Formula and
+    order of operations are those of vLLM 0.32's ``Llama3RotaryEmbedding``: with ``fidelity: bitwise`` the
+    generator's cosines are needed to the last bit.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -57,5 +60,13 @@ class Llama3CosSinRoPE(CosSinRoPE):
 
     def _precompute_cache(self) -> torch.Tensor:
         """Return cosines and sines, [max_seq_len, 2 * dim]."""
-        cis = ComplexRoPE._precompute_cache(self)
-        return torch.cat([cis.real, cis.real, cis.imag, cis.imag], dim=-1)
+        of = self.config
+        own = 1.0 / (of.theta ** (torch.arange(0, of.dim, 2, dtype=torch.float) / of.dim))
+        waves = 2 * math.pi / own
+        low, high, length = of.low_freq_factor, of.high_freq_factor, of.original_max_position_embeddings
+        smooth = (length / waves - low) / (high - low)
+        between = (1 - smooth) * own / of.scaling_factor + smooth * own
+        scaled = torch.where(waves > length / low, own / of.scaling_factor, between)
+        frequencies = torch.where(waves < length / high, own, scaled)
+        angles = torch.outer(torch.arange(of.max_seq_len, dtype=torch.float), frequencies)
+        return torch.cat([angles.cos(), angles.cos(), angles.sin(), angles.sin()], dim=-1)

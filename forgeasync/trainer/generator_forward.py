@@ -104,7 +104,7 @@ class GeneratorForward:
             x_LD = x_BLD[0]
             x_LD = self._attention(layer, _normalized(layer.attention_norm, x_LD)) + x_LD
             inner_LD = _normalized(layer.ffn_norm, x_LD)
-            network = self._experts if layer.moe_enabled else _feed_forward
+            network = self._experts if getattr(layer, "moe_enabled", False) else _feed_forward
             value_LD = network(layer, inner_LD) + x_LD
         return _WithValue.apply(own_BLD, value_LD[None])
 
@@ -246,10 +246,8 @@ def _merged(
 
 def _feed_forward(layer: TransformerBlock, x_LD: torch.Tensor) -> torch.Tensor:
     network = layer.feed_forward
-    both = torch.cat(_merged(x_LD, [network.w1.weight, network.w3.weight], [None, None]), dim=-1)
-    inner = torch.empty_like(both[:, : both.shape[1] // 2])
-    torch.ops._C.silu_and_mul(inner, both)
-    return linear_by_blocks(inner, network.w2.weight)
+    gate_LF, up_LF = _merged(x_LD, [network.w1.weight, network.w3.weight], [None, None])
+    return linear_by_blocks(F.silu(gate_LF) * up_LF, network.w2.weight)
 
 
 def _cosines_and_sines(cache: torch.Tensor) -> torch.Tensor:

@@ -245,7 +245,7 @@ def describe_difference(row: PackedRow, logprobs_T: torch.Tensor, *, index: int)
         key = row.sources[sequence].source.key
         name = f"group {key.rollout.group_id}, rollout {key.rollout.episode}, branch {key.branch}"
     position = int(row.positions_L[row.places_T[first]]) + 1
-    token = f"token {position} of {name} (id {row.target_ids_T[first]})"
+    token = f"token {row.target_ids_T[first]} at position {position} of {name}"
     given, computed = float(row.behavior_logprobs_T[first]), float(logprobs_T[first])
     return (
         f"fidelity = 'bitwise', but the log-probability of {token}, sampled under the weights that train, is "
