@@ -26,19 +26,19 @@ other rooms can see."""
 MAX_CODE = {
     "algorithms": 1025,
     "buffer": 2050,
-    "config": 2655,
-    "controller": 3815,
+    "config": 2657,
+    "controller": 3817,
     "environments": 6900,
     "generator": 2795,
     "isolation": 2525,
-    "models": 1525,
+    "models": 1561,
     "observability": 2675,
     "planning": 2445,
     "plugins": 5515,
     "rollouts": 2145,
     "runtime": 6745,
     "scoring": 2700,
-    "trainer": 3625,
+    "trainer": 3890,
     "weights": 1320,
 }
 """Lines of code of each room, without blanks, comments and docstrings. Lower a number when a room shrinks.

@@ -185,6 +185,15 @@ $TOPK; teachers={a: {model_path: t}}; launcher={kind: process}
     => launcher.kind = 'process' | must be 'local' with teachers
 trainer.share_prefixes=true; trainer.parallel={num_procs: 2, context: 2}
     => trainer.share_prefixes = True | must be false with parallel.context above 1
+fidelity=bitwise => generator.batch_invariant = False | must be true with fidelity = 'bitwise'
+fidelity=bitwise; generator.batch_invariant=true; trainer.compile=true
+    => trainer.compile = True | must be false with fidelity = 'bitwise'
+fidelity=bitwise; generator.batch_invariant=true; generator.dtype=bfloat16
+    => generator.dtype = 'bfloat16' | must be float32 with fidelity
+fidelity=bitwise; generator.batch_invariant=true; trainer.parallel={num_procs: 2, expert: 2}
+    => trainer.parallel.expert = 2 | must be 1 with fidelity = 'bitwise': several ranks add up
+fidelity=bitwise; generator.batch_invariant=true; $LORA
+    => lora | must be left out with fidelity = 'bitwise'
 generator.colocated=sleep; max_off_policy_steps=1
     => generator.colocated = 'sleep' | must be share without launcher.share_gpu=true
 generator.colocated=sleep; max_off_policy_steps=2; launcher={kind: local, share_gpu: true}

@@ -139,6 +139,11 @@ def with_routing(**changes: int) -> ModelFacts:
             {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}},
             r"'deepseek_v3' cannot have adapters",
         ),
+        (
+            DEEPSEEK,
+            {"fidelity": "bitwise", "generator": {"batch_invariant": True}},
+            r"latent attention, which fidelity = 'bitwise' does not support",
+        ),
     ],
 )
 def test_settings_that_a_model_has_no_use_for(

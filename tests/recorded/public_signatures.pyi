@@ -186,6 +186,7 @@ def RunConfig(
     max_steps,
     run_dir=...,
     max_off_policy_steps=...,
+    fidelity=...,
     model,
     data,
     sampling,
