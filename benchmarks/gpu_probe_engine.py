@@ -30,6 +30,9 @@ OVERRIDES = """max_steps=4 max_off_policy_steps=0 sampling.top_k=20 algorithm.gr
 OVERRIDES_ON_GPU = """launcher.share_gpu=true trainer.dtype=bfloat16 generator.dtype=bfloat16
     generator.kv_cache_gib=1 generator.compile=true trainer.recovery.snapshot_every_steps=null""".split()
 
+NUM_LOG_CHARS = 3000
+"""Characters of each log of a run that failed or was stopped."""
+
 MAX_ERROR_NATS = 0.05
 """Largest mean difference of log-probabilities between trainer and engine in bfloat16."""
 
@@ -64,8 +67,17 @@ def _run(device: Device, report: Report, name: str, model: Path) -> None:
     from forgeasync.testing import tiny_config
     from forgeasync.training import train
 
-    overrides = [f"run_dir={model.parent / 'run'}", *OVERRIDES, *(OVERRIDES_ON_GPU if device.is_gpu else ())]
-    _, *steps = train(tiny_config(model), overrides, reward=digits).metrics
+    folder = model.parent / "run"
+    overrides = [f"run_dir={folder}", *OVERRIDES, *(OVERRIDES_ON_GPU if device.is_gpu else ())]
+    try:
+        _, *steps = train(tiny_config(model), overrides, reward=digits).metrics
+    except BaseException:
+        # Also at the part's limit, which interrupts it: the folder is removed afterwards.
+        logs = {
+            file.name: file.read_text(errors="replace") for file in folder.glob("logs/*") if file.is_file()
+        }
+        report.put(name, ends_of_logs={file: text[-NUM_LOG_CHARS:] for file, text in logs.items()})
+        raise
     report.put(
         name,
         error_nats=(error := max(step["mismatch/fresh_logprob_abs_mean"] for step in steps)),
