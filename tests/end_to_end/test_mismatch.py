@@ -1,4 +1,4 @@
-"""The acceptance test of replay: generator and trainer agree, measured by benchmarks/mismatch.py itself."""
+"""Generator and trainer agree: with replay, as measured by benchmarks/mismatch.py, and bit for bit."""
 
 import json
 import os
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.testing import write_tiny_model
+from forgeasync.rollouts import Response, Task
+from forgeasync.testing import train_three_steps, write_tiny_model
 
 pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
@@ -58,3 +59,28 @@ def test_rounded_weights_leave_little_between_them(lines: Lines) -> None:
     rounded = lines["bf16 generator", "both"]
     assert rounded["kl"] < lines["bf16 generator", "nothing"]["kl"]
     assert rounded["gradient_cosine"] > 0.99
+
+
+def num_digits(task: Task, response: Response) -> float:
+    """Reward random text for what it has by chance, so that every step changes the weights."""
+    return float(sum(map(str.isdigit, response.text)))
+
+
+@pytest.mark.parametrize("max_off_policy_steps", [0, 2])
+def test_bitwise_runs_learn_without_a_difference(tmp_path: Path, max_off_policy_steps: int) -> None:
+    overrides = {
+        "fidelity": "bitwise",
+        "generator.batch_invariant": True,
+        "trainer.parallel.expert": 1,
+        "trainer.share_prefixes": True,
+        "sampling.top_k": 9,
+        "max_steps": 6,
+        "max_off_policy_steps": max_off_policy_steps,
+    }
+    _, *steps = train_three_steps(tmp_path, overrides, reward=num_digits).metrics
+    assert len(steps) == 6 and all(step["grad_norm"] > 0.0 for step in steps)
+    # An asynchronous step may have no response that was sampled under its weights alone.
+    name = "mismatch/fresh_logprob_abs_mean"
+    assert {step[name] for step in steps if name in step} == {0.0}
+    if max_off_policy_steps == 0:
+        assert {step["mismatch/logprob_abs_max"] for step in steps} == {0.0}
