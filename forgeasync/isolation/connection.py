@@ -440,18 +440,8 @@ async def receive_ending(connection: Connection, channel: CallChannel, *, timeou
         cause = KilledBy.DEADLINE if loop.time() - started >= timeout_s else _CAUSES[lost.cause]
     stdout, stderr = (bytes(outputs[kind]) for kind in (wire.STDOUT, wire.STDERR))
     if done is None:
-        is_late = cause is KilledBy.DEADLINE
-        exit_code, timed_out, goes_on, cut_out, cut_err, seconds = (
-            -9,
-            is_late,
-            False,
-            0,
-            0,
-            loop.time() - started,
-        )
-    else:
-        exit_code, timed_out, goes_on, cut_out, cut_err, seconds = wire.RESULT.unpack_from(done)
-        cause = KilledBy.DEADLINE if timed_out else None
+        done = wire.RESULT.pack(-9, cause is KilledBy.DEADLINE, False, 0, 0, loop.time() - started)
+    exit_code, timed_out, goes_on, cut_out, cut_err, seconds = wire.RESULT.unpack_from(done)
     return Ending(
         stdout=stdout,
         stderr=stderr,
@@ -461,8 +451,8 @@ async def receive_ending(connection: Connection, channel: CallChannel, *, timeou
         num_stdout_bytes_cut=cut_out,
         num_stderr_bytes_cut=cut_err,
         duration_s=seconds,
-        killed_by=cause,
-        report=b"" if done is None else done[wire.RESULT.size :],
+        killed_by=KilledBy.DEADLINE if timed_out else cause,
+        report=done[wire.RESULT.size :],
     )
 
 

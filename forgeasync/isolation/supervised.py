@@ -13,11 +13,11 @@ import struct
 import sys
 import tarfile
 import tempfile
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, ClassVar, TypeVar
 
 from forgeasync.config import SandboxLimits, UnsafeSubprocess
 from forgeasync.isolation.backend import (
@@ -153,20 +153,18 @@ class SupervisedBackend(SandboxBackend):
         _raise_if_failed(ending, f"{path} could not be written")
 
     async def shell(self) -> Shell:
-        session = await self._open_session(ShellSession, [self._shell])
-        await session.start()
-        return session
+        return await self._open_session(ShellSession, [self._shell])
 
     async def python(self) -> PythonSession:
-        session = await self._open_session(InterpreterSession, ["python3", "-u", "-c", python_program()])
-        await session.start()
-        return session
+        return await self._open_session(InterpreterSession, ["python3", "-u", "-c", python_program()])
 
     async def _open_session(self, kind: type[AnySession], command: Sequence[str]) -> AnySession:
         connection = self._require_connection()
         channel = await connection.call()
         await channel.send_object(self._request(command) | {"session": True})
-        return kind(connection, channel, output_bytes=self._output_bytes, after_kill=self._after_kill)
+        session = kind(connection, channel, output_bytes=self._output_bytes, after_kill=self._after_kill)
+        await session.start()
+        return session
 
     async def close(self) -> None:
         if self._connection is not None:
@@ -326,8 +324,11 @@ def python_program() -> str:
     return resources.files("forgeasync.isolation.inside").joinpath("interpreter.py").read_text()
 
 
-class Session:
+class Session(ABC):
     """Base class of shell and Python sessions: allows one run at a time and stores why the session ended."""
+
+    program: ClassVar[str]
+    """What the session runs, for error messages."""
 
     def __init__(
         self,
@@ -344,6 +345,16 @@ class Session:
         self._after_kill = after_kill
         self._one_run = asyncio.Lock()
         self._why_ended: str | None = None
+
+    async def start(self) -> None:
+        """Wait until the session's process runs; raises SandboxError if it does not start."""
+        result = await self.run("", timeout_s=START_LIMIT_S)
+        if result.session_ended:
+            raise SandboxError(f"the box could not start {self.program}: {result.stderr.strip()[-300:]}")
+
+    @abstractmethod
+    async def run(self, code: str, /, *, timeout_s: float) -> ShellResult | PythonResult:
+        """Run a command or a piece of code."""
 
     async def _run(self, nonce: bytes, piece: bytes, *, timeout_s: float) -> Ending:
         async with self._one_run:
@@ -381,15 +392,10 @@ def _why_ended(ending: Ending) -> str | None:
 class ShellSession(Session):
     """Shell session in a box."""
 
+    program = "a shell"
     _prepare = "exec 8>&2 9>&1\n"
     """Commands before the first run: copy the output streams to descriptors for marks, which commands do not
     inherit."""
-
-    async def start(self) -> None:
-        """Wait until the shell runs; raises SandboxError if it does not start."""
-        result = await self.run(":", timeout_s=START_LIMIT_S)
-        if result.session_ended:
-            raise SandboxError(f"the box could not start a shell: {result.stderr.strip()[-300:]}")
 
     async def run(self, command: str, *, timeout_s: float) -> ShellResult:
         """Run a command; see ``Shell``."""
@@ -419,11 +425,7 @@ def _exit_code(report: bytes) -> int:
 class InterpreterSession(Session):
     """Python session in a box."""
 
-    async def start(self) -> None:
-        """Wait until the interpreter runs; raises SandboxError if it does not start."""
-        result = await self.run("", timeout_s=START_LIMIT_S)
-        if result.session_ended:
-            raise SandboxError(f"the box could not start Python: {result.stderr.strip()[-300:]}")
+    program = "Python"
 
     async def run(self, code: str, *, timeout_s: float) -> PythonResult:
         """Run code; see ``PythonSession``."""
