@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from operator import attrgetter, eq
+from operator import eq
 from typing import ClassVar, Protocol, overload
 
 import numpy as np
@@ -47,7 +47,7 @@ class StoredTasks(Sequence[Task]):
 
     def append(self, task: Task) -> None:
         # Unpickling is safe, because the bytes are written only here.
-        self._stored += pickle.dumps(_values(task), pickle.HIGHEST_PROTOCOL)
+        self._stored += pickle.dumps(task, pickle.HIGHEST_PROTOCOL)
         self._ends.append(len(self._stored))
 
     def __eq__(self, other: object) -> bool:
@@ -66,12 +66,9 @@ class StoredTasks(Sequence[Task]):
         return self._task(places) if isinstance(places, int) else [self._task(place) for place in places]
 
     def _task(self, place: int) -> Task:
-        stored = self._stored[self._ends[place] : self._ends[place + 1]]
-        return Task(**dict(zip(_FIELDS, pickle.loads(stored), strict=True)))
+        task: Task = pickle.loads(self._stored[self._ends[place] : self._ends[place + 1]])
+        return task
 
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(Task))
-_values = attrgetter(*_FIELDS)
 
 HELD_OUT_SEED = 1_618_033_988
 """Seed for the held-out problems. It is the same in all runs, so that their scores can be compared."""
