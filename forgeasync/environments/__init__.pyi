@@ -4,6 +4,7 @@ from .agent import TurnLimits as TurnLimits
 from .agent import TurnRequest as TurnRequest
 from .build import build_environment as build_environment
 from .build import check_environment as check_environment
+from .build import run_apart as run_apart
 from .check_template import check_template as check_template
 from .conversation import RecordedBranch as RecordedBranch
 from .endpoint_agent import EndpointAgent as EndpointAgent
@@ -21,6 +22,7 @@ from .environment import Reward as Reward
 from .environment import SingleTurn as SingleTurn
 from .environment import TooManyTurns as TooManyTurns
 from .environment import Turn as Turn
+from .environment import final_answer as final_answer
 from .environment import response_of as response_of
 from .episodes import EndpointTurns as EndpointTurns
 from .episodes import EpisodeCancelled as EpisodeCancelled

@@ -1,6 +1,7 @@
 """The base classes ``Environment`` and ``Reward``, and the agents, turns and responses that they get."""
 
 import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from forgeasync.config import AnswerPart
 from forgeasync.environments.messages import BrokenToolCall, Message, ToolCall, ToolSpec
 from forgeasync.rollouts import FinishReason, Rollout, Score, StoredRollout, Task, ToolStatus
 
@@ -270,6 +272,24 @@ class Response:
 def response_of(rollout: Rollout | StoredRollout) -> Response:
     """Return the part of a rollout that a reward gets."""
     return Response(rollout.text, rollout.num_response_tokens, rollout.finish_reason)
+
+
+# A sign after a digit, letter or bracket is an operator. Thousands may have commas.
+NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)", re.ASCII)
+
+
+def final_answer(text: str, *, prefix: str, part: AnswerPart) -> str | None:
+    """Return the answer in a response: all text after the last ``prefix``, or the last number in it.
+
+    With the prefix "" it is in the whole response. Numbers lose their commas. None if there is no answer.
+    """
+    _, found, answer = text.rpartition(prefix) if prefix else ("", "found", text)
+    if not found:
+        return None
+    if part is AnswerPart.LAST_NUMBER:
+        numbers = NUMBER.findall(answer)
+        return numbers[-1].replace(",", "").removeprefix("+") if numbers else None
+    return answer.strip()
 
 
 Verdict = float | Score

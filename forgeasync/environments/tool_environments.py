@@ -6,14 +6,13 @@ The last turn is compared with the task's answer. Code of the model runs in a sa
 import asyncio
 import contextlib
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from forgeasync.config import AnswerCheck, AnswerMatch, AnswerPart, McpEnvironment, PythonTool, SandboxSection
+from forgeasync.config import AnswerCheck, AnswerMatch, McpEnvironment, PythonTool, SandboxSection
 from forgeasync.environments.build import SectionEnvironment, run_apart
-from forgeasync.environments.environment import Agent, EpisodeInterrupted, ToolError
+from forgeasync.environments.environment import NUMBER, Agent, EpisodeInterrupted, ToolError, final_answer
 from forgeasync.environments.messages import Message, ToolSpec
 from forgeasync.environments.tools import (
     TEMPLATE_FORM,
@@ -42,9 +41,6 @@ MAX_READ_CHARACTERS = 100_000
 
 MAX_NUMBER_CHARACTERS = 100
 
-# A minus after a digit, letter or bracket is a subtraction. Thousands may have commas.
-_NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)", re.ASCII)
-
 
 def score_answer(section: AnswerCheck, task: Task, text: str) -> Score:
     """Return the score of the model's last turn: 1 for the task's answer, otherwise 0.
@@ -61,26 +57,16 @@ def score_answer(section: AnswerCheck, task: Task, text: str) -> Score:
                 f"task {task.task_id!r} has the answer {reference[:80]!r}, which is no number; "
                 "environment.answer.match must be 'exact'"
             )
-    answer = _answer(section, text[-MAX_READ_CHARACTERS:])
+    answer = final_answer(text[-MAX_READ_CHARACTERS:], prefix=section.prefix, part=section.part)
     if answer is None:
         return NO_ANSWER
     is_correct = answer == reference if number is None else _number(answer) == number
     return Score(float(is_correct), is_correct)
 
 
-def _answer(section: AnswerCheck, text: str) -> str | None:
-    _, found, answer = text.rpartition(section.prefix) if section.prefix else ("", "found", text)
-    if not found:
-        return None
-    if section.part is AnswerPart.LAST_NUMBER:
-        numbers = _NUMBER.findall(answer)
-        return numbers[-1].replace(",", "") if numbers else None
-    return answer.strip()
-
-
 def _number(text: str) -> Decimal | None:
     """Return the value of a text that is one number and nothing else."""
-    if len(text) > MAX_NUMBER_CHARACTERS or _NUMBER.fullmatch(text) is None:
+    if len(text) > MAX_NUMBER_CHARACTERS or NUMBER.fullmatch(text) is None:
         return None
     # Exact, because different long numbers can be equal as floats.
     return Decimal(text.replace(",", ""))

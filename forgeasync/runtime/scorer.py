@@ -35,7 +35,7 @@ from forgeasync.scoring import (
     ProcessRewardPool,
     RewardPool,
     RewardUnavailable,
-    VerifiedScorer,
+    VerifierPool,
     all_of,
     is_limited,
     verifier_choice,
@@ -47,25 +47,25 @@ from forgeasync.waiting import deadline
 class _Verified:
     """A built-in verifier, which sees texts only."""
 
-    def __init__(self, scorer: VerifiedScorer, *, num_workers: int, limit_s: float) -> None:
-        self._scorer = scorer
-        self._scoring = ResponseScoring[str, Score](scorer.score, num_workers=num_workers, limit_s=limit_s)
-        self.start = scorer.start
+    def __init__(self, pool: VerifierPool, *, num_workers: int, limit_s: float) -> None:
+        self._pool = pool
+        self._scoring = ResponseScoring[str, Score](pool.score, num_workers=num_workers, limit_s=limit_s)
+        self.start = pool.start
 
     async def score(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]:
         return await self._scoring.score(task, [response.text for response in responses])
 
     @property
     def version(self) -> str:
-        return self._scorer.version
+        return self._pool.version
 
     @property
     def counts(self) -> VerifierCounts:
-        return self._scorer.counts
+        return self._pool.counts
 
     def close(self) -> None:
         self._scoring.close()
-        self._scorer.close()
+        self._pool.close()
 
 
 class _InProcesses:
@@ -143,8 +143,8 @@ class RunRewards:
             choice = verifier_choice(reward, source, seed=seed)
             limits = reward.model_dump_json(exclude={"weight", "name"}).encode()
             setup = CHOICE_CODEC.dump_json(choice) + limits
-            scorer, num_workers = VerifiedScorer(choice, self._section), self._section.num_workers
-            member = _Verified(scorer, num_workers=num_workers, limit_s=self._limit_s)
+            verifiers = VerifierPool(choice, self._section)
+            member = _Verified(verifiers, num_workers=self._section.num_workers, limit_s=self._limit_s)
         return self._by_setup.setdefault(setup, self._limited(member, reward))
 
     def _limited(self, member: OneReward, reward: RewardSection) -> OneReward:

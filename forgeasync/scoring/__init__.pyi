@@ -15,7 +15,7 @@ from .reward_trial import check_verifiers as check_verifiers
 from .reward_trial import try_rewards as try_rewards
 from .teacher_endpoint import TeacherClient as TeacherClient
 from .verifier import CHOICE_CODEC as CHOICE_CODEC
-from .verifier_pool import VerifiedScorer as VerifiedScorer
+from .verifier_pool import VerifierPool as VerifierPool
 from .verifier_pool import math_reward as math_reward
 from .verifier_pool import verifier_choice as verifier_choice
 
@@ -25,7 +25,6 @@ from .endpoints import retry_after_s as retry_after_s
 from .filtering import AllFiltered as AllFiltered
 from .filtering import FilterMonitor as FilterMonitor
 from .gym_answers import GymVerifier as GymVerifier
-from .gym_answers import last_number as last_number
 from .judge import MalformedVerdict as MalformedVerdict
 from .judge import fence as fence
 from .judge import messages as messages
@@ -40,14 +39,11 @@ from .process_rewards import written_steps as written_steps
 from .reward_pool import RewardFailure as RewardFailure
 from .reward_pool import RewardTimeout as RewardTimeout
 from .teacher_endpoint import TeacherRefuses as TeacherRefuses
-from .verifier import GymProblem as GymProblem
 from .verifier import GymVerifierChoice as GymVerifierChoice
-from .verifier import MathProblem as MathProblem
 from .verifier import MathVerifierChoice as MathVerifierChoice
 from .verifier_pool import MAX_ANSWER_BYTES as MAX_ANSWER_BYTES
 from .verifier_pool import ProblemDiffers as ProblemDiffers
 from .verifier_pool import VerifierFailure as VerifierFailure
-from .verifier_pool import VerifierPool as VerifierPool
 from .worker import AnswerFork as AnswerFork
 from .worker import ForkLimits as ForkLimits
 from .worker import MAX_ANSWERS as MAX_ANSWERS

@@ -17,7 +17,8 @@ from typing import Any
 
 import openai
 
-from forgeasync.environments import EndpointModel
+from forgeasync.config import JudgeReward, TeacherEndpoint
+from forgeasync.environments import EndpointModel, open_client
 
 
 class RewardUnavailable(Exception):
@@ -135,17 +136,22 @@ class ReplyTooLong(Exception):
 
 
 class EndpointClient:
-    """Client of one endpoint; for one event loop."""
+    """Client of the endpoint that a section names; for one event loop."""
 
-    def __init__(self, *, base_url: str, model: str, api_key_env: str | None, limit_s: float) -> None:
+    def __init__(self, section: JudgeReward | TeacherEndpoint) -> None:
         """Read the key, without connecting.
 
         Raises:
             ValueError: The environment variable with the key is not set.
         """
-        key = EndpointModel(base_url=base_url, model=model, api_key_variable=api_key_env).api_key()
-        self._limit_s = limit_s
-        self.sdk = openai.AsyncOpenAI(base_url=base_url, api_key=key, timeout=limit_s, max_retries=0)
+        endpoint = EndpointModel(
+            base_url=section.base_url,
+            model=section.model,
+            api_key_variable=section.api_key_env,
+            max_retries=0,
+        )
+        self._limit_s = section.limit_s
+        self.sdk = open_client(endpoint, limit_s=section.limit_s)
         """SDK client, configured without retries."""
 
     async def read(self, reply: AbstractAsyncContextManager[Any], *, max_bytes: int) -> bytes:
@@ -175,7 +181,7 @@ class EndpointClient:
             raise EndpointDown(f"no connection: {error.__cause__ or error}", 0.0) from None
         return bytes(body)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close the connections."""
         await self.sdk.close()
 

@@ -4,33 +4,16 @@ Several of reasoning-gym's verifiers evaluate the response as Python code, and o
 it, so they must run in ``forgeasync.scoring.worker``.
 """
 
-import re
 from contextlib import suppress
 from typing import Any
 
-from forgeasync.config import AnswerPart
-from forgeasync.environments import ReasoningGymProblems
-from forgeasync.rollouts import NO_ANSWER, Score
-from forgeasync.scoring.verifier import GymProblem, GymVerifierChoice
+from forgeasync.environments import ReasoningGymProblems, final_answer
+from forgeasync.rollouts import NO_ANSWER, Score, Task
+from forgeasync.scoring.verifier import GymVerifierChoice
 
 SOLVED = 1.0
 """Score of a full solution by reasoning-gym's verifiers; less is partial credit."""
 MAX_ABS_SCORE = 1.0
-
-# A minus after a digit, letter or bracket subtracts.
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?")
-
-
-def answer_after(response: str, prefix: str) -> str | None:
-    """Return the text after the last ``prefix``, stripped; None without one; with ``""``, the response."""
-    _, found, answer = response.rpartition(prefix) if prefix else ("", "found", response)
-    return answer.strip() if found else None
-
-
-def last_number(text: str) -> str | None:
-    """Return the last number in ``text``, without commas; None if there is none."""
-    numbers = _NUMBER.findall(text)
-    return numbers[-1].replace(",", "") if numbers else None
 
 
 class GymVerifier:
@@ -48,18 +31,18 @@ class GymVerifier:
             choice.source, num_train=choice.num_train, num_held_out=choice.num_held_out, seed=choice.seed
         )
 
-    def load(self, problem: GymProblem) -> dict[str, Any]:
-        """Return reasoning-gym's own record of a problem, generated again.
+    def load(self, task: Task) -> dict[str, Any]:
+        """Return reasoning-gym's own record of a task, generated again.
 
         Raises:
-            ValueError: ``problem`` differs from what its index generates. This prevents scoring an answer
+            ValueError: The task differs from what its index generates. This prevents scoring an answer
                 against another problem.
         """
-        entry = self._problems.entry(problem.source_index)
-        if entry["question"] != problem.prompt:
+        entry = self._problems.entry(task.source_index)
+        if entry["question"] != task.prompt:
             raise ValueError(
                 f"data.source.task: {self._source.task!r} generates another problem than task "
-                f"{problem.task_id!r} at index {problem.source_index}"
+                f"{task.task_id!r} at index {task.source_index}"
             )
         if not self._is_warm:
             self._warm_up(entry)
@@ -77,9 +60,7 @@ class GymVerifier:
 
         The verifier may raise any exception.
         """
-        answer = answer_after(response, self._source.answer_prefix)
-        if answer is not None and self._source.answer_part is AnswerPart.LAST_NUMBER:
-            answer = last_number(answer)
+        answer = final_answer(response, prefix=self._source.answer_prefix, part=self._source.answer_part)
         if answer is None:
             return NO_ANSWER
         value = self._problems.score_answer(answer, entry)

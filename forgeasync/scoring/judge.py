@@ -171,47 +171,27 @@ MAX_BODY_BYTES = 1 << 20
 """Maximum number of bytes of a reply that are read."""
 
 
-class JudgeEndpoint:
-    """Endpoint of a judge; for one event loop."""
+async def request_verdict(
+    client: EndpointClient, section: JudgeReward, messages: Sequence[dict[str, str]]
+) -> JudgeVerdict:
+    """Request one verdict.
 
-    def __init__(self, section: JudgeReward) -> None:
-        """Read the key, without connecting.
-
-        Raises:
-            ValueError: The environment variable with the key is not set.
-        """
-        self._section = section
-        self._client = EndpointClient(
-            base_url=section.base_url,
-            model=section.model,
-            api_key_env=section.api_key_env,
-            limit_s=section.limit_s,
-        )
-
-    async def ask(self, messages: Sequence[dict[str, str]]) -> JudgeVerdict:
-        """Request one verdict.
-
-        Raises:
-            EndpointDown, EndpointRefuses: See ``EndpointClient.read``.
-            MalformedVerdict: The reply is not a verdict.
-        """
-        section = self._section
-        reply = self._client.sdk.chat.completions.with_streaming_response.create(
-            model=section.model,
-            messages=cast("Any", messages),
-            temperature=section.temperature,
-            max_tokens=section.max_reply_tokens,
-            response_format=cast("Any", verdict_schema()),
-        )
-        try:
-            body = await self._client.read(reply, max_bytes=MAX_BODY_BYTES)
-        except ReplyTooLong:
-            raise MalformedVerdict(f"comes in a reply of more than {MAX_BODY_BYTES} bytes") from None
-        return read_verdict(_content(body), section)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.close()
+    Raises:
+        EndpointDown, EndpointRefuses: See ``EndpointClient.read``.
+        MalformedVerdict: The reply is not a verdict.
+    """
+    reply = client.sdk.chat.completions.with_streaming_response.create(
+        model=section.model,
+        messages=cast("Any", messages),
+        temperature=section.temperature,
+        max_tokens=section.max_reply_tokens,
+        response_format=cast("Any", verdict_schema()),
+    )
+    try:
+        body = await client.read(reply, max_bytes=MAX_BODY_BYTES)
+    except ReplyTooLong:
+        raise MalformedVerdict(f"comes in a reply of more than {MAX_BODY_BYTES} bytes") from None
+    return read_verdict(_content(body), section)
 
 
 def _content(body: bytes) -> object:
@@ -269,7 +249,7 @@ class Judge:
         self._breaker = CircuitBreaker() if breaker is None else breaker
         self._retry_wait_s = retry_wait_s
         self._clock = clock
-        self._endpoint: JudgeEndpoint | None = None
+        self._client: EndpointClient | None = None
         self._rubric = ""
         self._verdicts: OrderedDict[bytes, tuple[JudgeVerdict, ...]] = OrderedDict()
         """Verdicts so far, by a digest of the request; the least recently used come first."""
@@ -291,7 +271,7 @@ class Judge:
             ValueError: The rubric cannot be read, or the environment variable with the key is not set.
         """
         self._rubric = read_rubric(self._section)
-        self._endpoint = JudgeEndpoint(self._section)
+        self._client = EndpointClient(self._section)
         return f"{self._section.model} at {self._section.base_url} judges as reward {self._name!r}"
 
     async def score(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]:
@@ -334,12 +314,12 @@ class Judge:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        if self._endpoint is not None:
-            await self._endpoint.close()
+        if self._client is not None:
+            await self._client.aclose()
 
     def close(self) -> None:
         """Drop the connections, which end with the process."""
-        self._endpoint = None
+        self._client = None
 
     async def _score(self, task: Task, response: Response) -> Score:
         section = self._section
@@ -385,7 +365,7 @@ class Judge:
 
     async def _vote(self, task: Task, response: Response) -> JudgeVerdict:
         """Request one verdict, with retries."""
-        assert self._endpoint is not None, "started"
+        assert self._client is not None, "started"
         last: Exception | None = None
         for attempt in range(self._section.max_attempts):
             if attempt:
@@ -396,9 +376,8 @@ class Judge:
                     raise RewardUnavailable(self._down("it has not answered before"), wait_s)
                 self._num_requests += 1
                 try:
-                    verdict = await self._endpoint.ask(
-                        messages(self._section, self._rubric, task, response.text)
-                    )
+                    asked = messages(self._section, self._rubric, task, response.text)
+                    verdict = await request_verdict(self._client, self._section, asked)
                 except EndpointDown as error:
                     self._num_down += 1
                     self._breaker.failed(self._clock(), retry_after_s=error.retry_after_s)

@@ -28,8 +28,7 @@ from math_verify import grader, parse, verify
 from sympy.core.evalf import PrecisionExhausted
 from sympy.core.function import AppliedUndef
 
-from forgeasync.rollouts import Score
-from forgeasync.scoring.verifier import MathProblem
+from forgeasync.rollouts import Score, Task
 
 _END_OF_REASONING = re.compile(r"</think(?:ing)?>|\[/THINK\]")
 _BOX_COMMAND = r"\\(?:boxed|fbox)(?![a-zA-Z])\s*"
@@ -541,9 +540,9 @@ class MathVerifier:
         for response, answer in _WARM_UP:
             judge_answer(response, answer)
 
-    def load(self, problem: MathProblem) -> str:
+    def load(self, task: Task) -> str:
         """Return the reference, which needs no preparation."""
-        return problem.answer
+        return task.answer
 
     def score(self, answer: str, response: str) -> Score:
         """Return 1.0, and correct, if the final answer of ``response`` equals ``answer``; else 0.0."""

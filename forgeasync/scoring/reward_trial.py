@@ -1,8 +1,7 @@
 """Tries rewards before a run starts, so that problems beyond the config are reported early."""
 
-import asyncio
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from forgeasync.config import (
     JudgeReward,
@@ -11,15 +10,16 @@ from forgeasync.config import (
     ProcessRewardModel,
     PythonReward,
     ReasoningGymReward,
+    RewardSection,
     ScoredUnit,
     ScorerSection,
 )
-from forgeasync.environments import Response
+from forgeasync.environments import Response, run_apart
 from forgeasync.isolation import find_bubblewrap
 from forgeasync.rollouts import FinishReason, Task
 from forgeasync.schema import Problem
-from forgeasync.scoring.endpoints import EndpointDown, EndpointRefuses
-from forgeasync.scoring.judge import JudgeEndpoint, MalformedVerdict, messages, read_rubric
+from forgeasync.scoring.endpoints import EndpointClient, EndpointDown, EndpointRefuses
+from forgeasync.scoring.judge import MalformedVerdict, messages, read_rubric, request_verdict
 from forgeasync.scoring.process_rewards import problem_of_model
 from forgeasync.scoring.reward_pool import RewardFailure, RewardProcess
 from forgeasync.scoring.verifier_pool import check_isolation
@@ -50,24 +50,26 @@ def try_rewards(sources: Sequence[NamedSource], first_tasks: Mapping[str, Task])
         for index, reward in enumerate(source.rewards):
             field = source.field_of_reward(index)
             # A reward of several sources is tried on each of them, because their records differ.
-            if isinstance(reward, PythonReward) and field not in refused:
-                reason = _failure(reward, first_tasks.get(source.name))
-                if reason is not None:
-                    refused.add(field)
-                    yield Problem(field=f"{field}.factory", value=reward.factory, remedy=reason)
-            elif isinstance(reward, JudgeReward) and field not in refused:
-                problem = _problem_of_judge(reward, first_tasks.get(source.name), field)
-                if problem is not None:
-                    refused.add(field)
-                    yield problem
-            elif isinstance(reward, ProcessRewardModel) and field not in refused:
-                problem = problem_of_model(reward, first_tasks.get(source.name), field)
+            if field not in refused:
+                problem = _problem_of(reward, first_tasks.get(source.name), field)
                 if problem is not None:
                     refused.add(field)
                     yield problem
 
 
-def _failure(reward: PythonReward, task: Task | None) -> str | None:
+def _problem_of(reward: RewardSection, task: Task | None, field: str) -> Problem | None:
+    match reward:
+        case PythonReward():
+            return _problem_of_python(reward, task, field)
+        case JudgeReward():
+            return _problem_of_judge(reward, task, field)
+        case ProcessRewardModel():
+            return problem_of_model(reward, task, field)
+    return None
+
+
+def _problem_of_python(reward: PythonReward, task: Task | None, field: str) -> Problem | None:
+    reason = None
     process = RewardProcess(reward)
     try:
         process.start()
@@ -76,14 +78,14 @@ def _failure(reward: PythonReward, task: Task | None) -> str | None:
             num_responses = 2 if reward.scores is ScoredUnit.GROUP else 1
             process.call(task, [response] * num_responses)
     except ValueError as error:
-        return str(error)
+        reason = str(error)
     except RewardFailure as error:
-        if task is None:
-            return str(error)
-        return f"{error}; it was tried on a made-up response to task {task.task_id}"
+        reason = str(error)
+        if task is not None:
+            reason += f"; it was tried on a made-up response to task {task.task_id}"
     finally:
         process.stop()
-    return None
+    return None if reason is None else Problem(field=f"{field}.factory", value=reward.factory, remedy=reason)
 
 
 def _problem_of_judge(reward: JudgeReward, task: Task | None, field: str) -> Problem | None:
@@ -96,16 +98,11 @@ def _problem_of_judge(reward: JudgeReward, task: Task | None, field: str) -> Pro
     text = task.answer or MADE_UP_TEXT
 
     async def ask() -> None:
-        endpoint = JudgeEndpoint(reward)
-        try:
-            await endpoint.ask(messages(reward, rubric, task, text))
-        finally:
-            await endpoint.close()
+        async with contextlib.aclosing(EndpointClient(reward)) as client:
+            await request_verdict(client, reward, messages(reward, rubric, task, text))
 
     try:
-        # The caller may already run an event loop.
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(asyncio.run, ask()).result()
+        run_apart(ask)
     except ValueError as error:
         if isinstance(error, MalformedVerdict):
             remedy = f"must be a model that answers with the JSON asked for; its verdict {error}"

@@ -49,12 +49,7 @@ class TeacherClient:
             ValueError: The environment variable with the key is not set.
         """
         self._section = section
-        self._client = EndpointClient(
-            base_url=section.base_url,
-            model=section.model,
-            api_key_env=section.api_key_env,
-            limit_s=section.limit_s,
-        )
+        self._client = EndpointClient(section)
 
     async def score(self, ids_S: np.ndarray, *, num_prompt: int, num_ids: int) -> TeacherRecord:
         """Return the model's scores of the tokens after the first ``num_prompt``.
@@ -107,7 +102,7 @@ class TeacherClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.close()
+        await self._client.aclose()
 
     @property
     def _where(self) -> str:

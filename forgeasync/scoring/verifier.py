@@ -1,4 +1,4 @@
-"""Requests to a process of verifiers, in the form that is sent. Light to import."""
+"""The choice of a verifier, in the form that is sent to its process. Light to import."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter
 
 from forgeasync.config import ReasoningGymSource
-from forgeasync.rollouts import Score
+from forgeasync.rollouts import Score, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,39 +27,19 @@ class GymVerifierChoice:
 VerifierChoice = GymVerifierChoice | MathVerifierChoice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MathProblem:
-    """Problem whose answer is compared with a reference."""
-
-    answer: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GymProblem:
-    """Problem that is generated again from its index, and compared with the prompt of the rollout."""
-
-    task_id: str
-    source_index: int
-    prompt: str
-
-
-Problem = GymProblem | MathProblem
-
-
 class Verifier(Protocol):
     """Scores answers inside a process of verifiers, without any limits."""
 
-    def load(self, problem: Any) -> Any:
-        """Prepare a problem, once for all its answers; raises ValueError if it is not the requested one."""
+    def load(self, task: Task) -> Any:
+        """Prepare a task, once for all its answers; raises ValueError if it differs here."""
         ...
 
     def score(self, loaded: Any, response: str) -> Score:
-        """Score one response to a loaded problem; may raise any exception."""
+        """Score one response to a loaded task; may raise any exception."""
         ...
 
 
 CHOICE_CODEC: TypeAdapter[VerifierChoice] = TypeAdapter(VerifierChoice)
-PROBLEM_CODEC: TypeAdapter[Problem] = TypeAdapter(Problem)
 
 
 def build_verifier(choice: VerifierChoice) -> Verifier:

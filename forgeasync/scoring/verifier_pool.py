@@ -9,8 +9,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from enum import StrEnum
 from importlib import metadata
 from typing import Any
 
@@ -27,16 +25,11 @@ from forgeasync.isolation import (
 )
 from forgeasync.processes import own_mark
 from forgeasync.rollouts import NO_SCORE, Score, ScoreStatus, Task, VerifierCounts, as_feedback
-from forgeasync.schema import Problem as ConfigProblem
-from forgeasync.schema import raise_if_any
+from forgeasync.schema import Problem, raise_if_any
 from forgeasync.scoring.verifier import (
     CHOICE_CODEC,
-    PROBLEM_CODEC,
-    GymProblem,
     GymVerifierChoice,
-    MathProblem,
     MathVerifierChoice,
-    Problem,
     VerifierChoice,
 )
 from forgeasync.scoring.worker import LOAD_LIMIT_S, WorkerSetup
@@ -61,22 +54,12 @@ class ProblemDiffers(ValueError):
     """A problem differs from what its index generates here."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerLimits:
-    """Resources that one answer may use."""
-
-    time_s: float
-    """Wall time for verifying one answer, in seconds."""
-    memory_bytes: int
-    """Bytes that verifying one answer may allocate."""
-
-
 class VerifierProcess:
     """Verifies one answer at a time; not thread-safe. The process starts with the first request."""
 
-    def __init__(self, choice: VerifierChoice, limits: AnswerLimits, bubblewrap: FoundBubblewrap) -> None:
+    def __init__(self, choice: VerifierChoice, section: ScorerSection, bubblewrap: FoundBubblewrap) -> None:
         self._choice = choice
-        self._limits = limits
+        self._section = section
         self._bubblewrap = bubblewrap
         self._process: ContainedProcess | None = None
         self._layers: tuple[Layer, ...] = ()
@@ -100,8 +83,8 @@ class VerifierProcess:
             scratch = self._spawn()
             setup = WorkerSetup(
                 choice=CHOICE_CODEC.dump_python(self._choice, mode="json"),
-                answer_limit_s=self._limits.time_s,
-                answer_memory_bytes=self._limits.memory_bytes,
+                answer_limit_s=self._section.answer_limit_s,
+                answer_memory_bytes=self._section.answer_memory_mib * 2**20,
                 scratch_folder=scratch,
             )
             reply = self._ask({"setup": dataclasses.asdict(setup)}, limit_s=STARTUP_LIMIT_S)
@@ -115,21 +98,22 @@ class VerifierProcess:
             self._layers = tuple(Layer(one) for one in reply["ready"])
         return self._layers
 
-    def verify(self, problem: Problem, answer: str) -> dict[str, Any]:
+    def verify(self, task: Task, answer: str) -> dict[str, Any]:
         """Return the verdict on one answer, in a form of ``forgeasync.scoring.worker``'s protocol.
 
         Raises:
-            ProblemDiffers: The problem's index generates another problem here.
-            VerifierFailure: The process does not start, or ends while it loads the problem.
+            ProblemDiffers: The task's index generates another problem here.
+            VerifierFailure: The process does not start, or ends while it loads the task.
         """
         self.start()
-        request = {"problem": PROBLEM_CODEC.dump_python(problem, mode="json")}
-        loaded = self._ask(request, limit_s=LOAD_LIMIT_S + _GRACE_S)
+        # No verifier reads the record, which can be large.
+        sent = dataclasses.asdict(dataclasses.replace(task, record={}))
+        loaded = self._ask({"task": sent}, limit_s=LOAD_LIMIT_S + _GRACE_S)
         if loaded is None:
-            raise VerifierFailure(f"the process of verifiers ended while it loaded {str(problem)[:500]}")
+            raise VerifierFailure(f"the process of verifiers ended while it loaded {str(sent)[:500]}")
         if "refused" in loaded:
             raise ProblemDiffers(loaded["refused"])
-        verdict = self._ask({"answer": answer}, limit_s=self._limits.time_s + _GRACE_S)
+        verdict = self._ask({"answer": answer}, limit_s=self._section.answer_limit_s + _GRACE_S)
         return {"crash": "the whole process of verifiers"} if verdict is None else verdict
 
     def stop(self) -> None:
@@ -163,20 +147,8 @@ class VerifierProcess:
             return None
 
 
-class _Lost(StrEnum):
-    """Reason why an answer could not be verified."""
-
-    TIMEOUT = "timeout"
-    CRASH = "crash"
-    ERROR = "error"
-    OVERSIZED = "oversized"
-
-
-_STATUS = {kind: ScoreStatus(kind.value) for kind in _Lost}
-
-
 class VerifierPool:
-    """Verifies answers in up to ``scorer.num_workers`` concurrent processes; thread-safe.
+    """Verifies responses in up to ``scorer.num_workers`` concurrent processes; thread-safe.
 
     Every call has exclusive use of one process. Waiting for one does not count towards the answer's time
     limit.
@@ -188,25 +160,28 @@ class VerifierPool:
         """Store the settings. Processes start on demand; without ``bubblewrap`` it is searched for then."""
         self._choice = choice
         self._section = section
-        self._limits = AnswerLimits(
-            time_s=section.answer_limit_s, memory_bytes=section.answer_memory_mib * 2**20
-        )
         self._bubblewrap = bubblewrap
         self._processes: list[VerifierProcess] = []
         self._idle: queue.LifoQueue[VerifierProcess] = queue.LifoQueue()
         self._lock = threading.Lock()
-        self._num_lost: Counter[_Lost] = Counter()
+        self._num_unverified: Counter[ScoreStatus] = Counter()
 
     @property
     def counts(self) -> VerifierCounts:
-        """Counts of the answers that could not be verified."""
+        """Counts of the responses that could not be verified."""
         with self._lock:
             return VerifierCounts(
-                num_timeouts=self._num_lost[_Lost.TIMEOUT],
-                num_crashes=self._num_lost[_Lost.CRASH],
-                num_errors=self._num_lost[_Lost.ERROR],
-                num_oversized=self._num_lost[_Lost.OVERSIZED],
+                num_timeouts=self._num_unverified[ScoreStatus.TIMEOUT],
+                num_crashes=self._num_unverified[ScoreStatus.CRASH],
+                num_errors=self._num_unverified[ScoreStatus.ERROR],
+                num_oversized=self._num_unverified[ScoreStatus.OVERSIZED],
             )
+
+    @property
+    def version(self) -> str:
+        """Package and version of the verifier."""
+        package = "reasoning-gym" if isinstance(self._choice, GymVerifierChoice) else "math-verify"
+        return f"{package} {_version(package)}"
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -232,23 +207,31 @@ class VerifierPool:
         logger.info("%s", description)
         return description
 
-    def score(self, problem: Problem, response: str) -> Score:
+    def score(self, task: Task, response: str) -> Score:
         """Score one response; 0.0, counted, if it cannot be verified within its limits.
 
+        An error is never the fault of the response.
+
         Raises:
-            ValueError: See ``start``; or, as ``ProblemDiffers``, the problem differs from what its index
+            ValueError: See ``start``; or, as ``ProblemDiffers``, the task differs from what its index
                 generates.
             VerifierFailure: A process cannot be started.
         """
         if len(response) > MAX_ANSWER_BYTES or len(response.encode(errors="replace")) > MAX_ANSWER_BYTES:
-            return self._lost(_Lost.OVERSIZED, f"longer than {MAX_ANSWER_BYTES} bytes")
+            return self._unverified(ScoreStatus.OVERSIZED, f"longer than {MAX_ANSWER_BYTES} bytes")
         self._make_processes()
         process = self._idle.get()
         try:
-            verdict = process.verify(problem, response)
+            verdict = process.verify(task, response)
         finally:
             self._idle.put(process)
-        return self._judged(verdict)
+        if "value" in verdict:
+            return Score(verdict["value"], verdict["is_correct"], has_answer=verdict["has_answer"])
+        if "timeout" in verdict:
+            return self._unverified(ScoreStatus.TIMEOUT, f"not done in {self._section.answer_limit_s:g} s")
+        if "crash" in verdict:
+            return self._unverified(ScoreStatus.CRASH, f"its process ended ({verdict['crash']})")
+        return self._unverified(ScoreStatus.ERROR, verdict["error"])
 
     def close(self) -> None:
         """Stop the processes; a later call starts new ones."""
@@ -263,32 +246,23 @@ class VerifierPool:
                 self._bubblewrap = find_bubblewrap()
             raise_if_any(check_isolation(self._section, self._bubblewrap))
             for _ in range(self._section.num_workers):
-                self._processes.append(VerifierProcess(self._choice, self._limits, self._bubblewrap))
+                self._processes.append(VerifierProcess(self._choice, self._section, self._bubblewrap))
         for process in self._processes:
             self._idle.put(process)
 
-    def _judged(self, verdict: dict[str, Any]) -> Score:
-        if "value" in verdict:
-            return Score(verdict["value"], verdict["is_correct"], has_answer=verdict["has_answer"])
-        if "timeout" in verdict:
-            return self._lost(_Lost.TIMEOUT, f"not done in {self._limits.time_s:g} s")
-        if "crash" in verdict:
-            return self._lost(_Lost.CRASH, f"its process ended ({verdict['crash']})")
-        return self._lost(_Lost.ERROR, verdict["error"])
-
-    def _lost(self, kind: _Lost, reason: str) -> Score:
+    def _unverified(self, status: ScoreStatus, reason: str) -> Score:
         with self._lock:
-            self._num_lost[kind] += 1
-            number = self._num_lost[kind]
+            self._num_unverified[status] += 1
+            number = self._num_unverified[status]
         if number <= _NUM_LOGGED:
-            logger.warning("an answer scores 0, %s no. %d: %s", kind, number, ascii(reason))
-        return dataclasses.replace(NO_SCORE, status=_STATUS[kind], feedback=as_feedback(f"{kind}: {reason}"))
+            logger.warning("an answer scores 0, %s no. %d: %s", status, number, ascii(reason))
+        return dataclasses.replace(NO_SCORE, status=status, feedback=as_feedback(f"{status}: {reason}"))
 
 
-def check_isolation(section: ScorerSection, bubblewrap: FoundBubblewrap) -> Iterator[ConfigProblem]:
+def check_isolation(section: ScorerSection, bubblewrap: FoundBubblewrap) -> Iterator[Problem]:
     """Yield a problem if answers would be verified with weaker isolation than the config accepts."""
     if bubblewrap.path is None and not section.allow_weaker_isolation:
-        yield ConfigProblem(
+        yield Problem(
             field="scorer.allow_weaker_isolation",
             value=False,
             remedy=f"answers are verified in bubblewrap, which does not work here ({bubblewrap.problem}): "
@@ -325,44 +299,8 @@ def math_reward(response: str, answer: str, *, allow_weaker_isolation: bool = Fa
         VerifierFailure: No process can be started.
     """
     pool = _MATH_POOLS[allow_weaker_isolation]
-    return pool.score(MathProblem(answer=answer), response).value
-
-
-class VerifiedScorer:
-    """Verifies responses in guarded processes (``VerifierPool``). Thread-safe."""
-
-    def __init__(self, choice: VerifierChoice, section: ScorerSection) -> None:
-        """Store the settings; ``start`` starts the processes."""
-        self._is_gym = isinstance(choice, GymVerifierChoice)
-        self._pool = VerifierPool(choice, section)
-
-    def start(self) -> str:
-        """Start the processes; return a description of their isolation. Raises as ``VerifierPool.start``."""
-        return self._pool.start()
-
-    def score(self, task: Task, response: str) -> Score:
-        """Return the score; see ``VerifierPool.score``. An error is never the fault of the response."""
-        problem: Problem
-        if self._is_gym:
-            problem = GymProblem(task_id=task.task_id, source_index=task.source_index, prompt=task.prompt)
-        else:
-            problem = MathProblem(answer=task.answer)
-        return self._pool.score(problem, response)
-
-    @property
-    def version(self) -> str:
-        """Package and version of the verifier."""
-        package = "reasoning-gym" if self._is_gym else "math-verify"
-        return f"{package} {_version(package)}"
-
-    @property
-    def counts(self) -> VerifierCounts:
-        """Counts of the responses that could not be verified."""
-        return self._pool.counts
-
-    def close(self) -> None:
-        """Stop the processes."""
-        self._pool.close()
+    task = Task(task_id="math_reward", prompt="", answer=answer, source_index=0, source="math_reward")
+    return pool.score(task, response).value
 
 
 def verifier_choice(

@@ -4,7 +4,7 @@ Started by ``forgeasync.scoring.verifier_pool`` as ``python -m forgeasync.scorin
 verifier and generates problems, once for all answers.
 
     {"setup": {...}}        ->  {"ready": [<layers>]}      or {"refused": "<reason>"}
-    {"problem": {...}}      ->  {"loaded": true}           or {"refused": "<reason>"}
+    {"task": {...}}         ->  {"loaded": true}           or {"refused": "<reason>"}
     {"answer": "<text>"}    ->  {"value": 1.0, "is_correct": true, "has_answer": true},
                                 {"error": "<reason>"}, {"timeout": true} or {"crash": <exit status>}
 
@@ -39,8 +39,8 @@ from forgeasync.isolation import (
     read_only_roots,
     write_line,
 )
-from forgeasync.rollouts import Score
-from forgeasync.scoring.verifier import CHOICE_CODEC, PROBLEM_CODEC, Problem, Verifier, build_verifier
+from forgeasync.rollouts import Score, Task
+from forgeasync.scoring.verifier import CHOICE_CODEC, Verifier, build_verifier
 
 LOAD_LIMIT_S = 60.0
 """Seconds within which a problem must be generated; after that, this process ends."""
@@ -258,12 +258,12 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 class _Answers:
-    """Current problem, and the fork that reads answers to it."""
+    """Current task, and the fork that reads answers to it."""
 
     def __init__(self, verifier: Verifier, limits: ForkLimits) -> None:
         self._verifier = verifier
         self._limits = limits
-        self._problem: Problem | None = None
+        self._task: Task | None = None
         self._loaded: Any = None
         self._news = b""
         """Problem that the fork has not received yet; empty if none."""
@@ -272,17 +272,17 @@ class _Answers:
         gc.collect()
         gc.freeze()
 
-    def load(self, problem: Problem) -> dict[str, Any]:
-        if problem == self._problem:
+    def load(self, task: Task) -> dict[str, Any]:
+        if task == self._task:
             return {"loaded": True}
         signal.setitimer(signal.ITIMER_REAL, LOAD_LIMIT_S)
         try:
-            self._loaded = self._verifier.load(problem)
+            self._loaded = self._verifier.load(task)
         except ValueError as error:
             return {"refused": str(error)}
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-        self._problem = problem
+        self._task = task
         if self._fork is not None:
             plain = plain_bytes(self._loaded)
             if plain is None:
@@ -333,8 +333,8 @@ def serve() -> None:
     write_line(replies, {"ready": layers})
     for line in requests:
         request = json.loads(line)
-        if "problem" in request:
-            write_line(replies, answers.load(PROBLEM_CODEC.validate_python(request["problem"])))
+        if "task" in request:
+            write_line(replies, answers.load(Task(**request["task"])))
         else:
             write_line(replies, answers.verify(request["answer"]))
 

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from forgeasync.config import DataSection, PythonReward, ScorerSection, load_config, named_sources
+from forgeasync.config import AnswerPart, DataSection, PythonReward, ScorerSection, load_config, named_sources
 from forgeasync.controller import check_plan
-from forgeasync.environments import build_source, digest_of, look_at_data
+from forgeasync.environments import build_source, digest_of, final_answer, look_at_data
 from forgeasync.rollouts import PromptEncoder, Task
 from forgeasync.schema import ConfigError
-from forgeasync.scoring import ProblemDiffers, VerifiedScorer, last_number, verifier_choice
+from forgeasync.scoring import ProblemDiffers, VerifierPool, verifier_choice
 from tests.support.buffer_world import make_task
 from tests.support.chat import CHATML, END, PICKY, START, make_tokenizer
 from tests.support.config_samples import CONFIGS
@@ -50,14 +50,14 @@ def records(path: str | Path, *, num_train: int = 5, num_held_out: int = 3, **so
     )
 
 
-def make_scorer(data: DataSection, *, seed: int) -> VerifiedScorer:
+def make_scorer(data: DataSection, *, seed: int) -> VerifierPool:
     (source,) = named_sources(data)
     (reward,) = source.rewards
     assert not isinstance(reward, PythonReward)
-    return VerifiedScorer(verifier_choice(reward, source, seed=seed), ScorerSection(num_workers=1))
+    return VerifierPool(verifier_choice(reward, source, seed=seed), ScorerSection(num_workers=1))
 
 
-def value(scorer: VerifiedScorer, task: Task, response: str) -> float:
+def value(scorer: VerifierPool, task: Task, response: str) -> float:
     """The score's value; it says itself whether it is a full one."""
     score = scorer.score(task, response)
     assert score.is_correct == (score.value == 1.0)
@@ -170,7 +170,7 @@ class TestReasoningGymScorer:
         ],
     )
     def test_last_number_of_a_sentence(self, sentence: str, number: str | None) -> None:
-        assert last_number(sentence) == number
+        assert final_answer(sentence, prefix="", part=AnswerPart.LAST_NUMBER) == number
 
     def test_a_task_of_another_seed_is_refused(self) -> None:
         data = sums()

@@ -37,7 +37,7 @@ from forgeasync.environments import (
 from forgeasync.models import UNKNOWN, build_tokenizer, save_tokenizer
 from forgeasync.rollouts import FinishReason, PromptEncoder, Task, ToolStatus
 from forgeasync.schema import ConfigError
-from forgeasync.scoring import VerifiedScorer, verifier_choice
+from forgeasync.scoring import VerifierPool, verifier_choice
 from forgeasync.trainer import pack_row
 
 REPOSITORY = Path(__file__).parents[2]
@@ -54,9 +54,9 @@ DATA = DataSection(
 )
 
 
-def make_scorer() -> VerifiedScorer:
+def make_scorer() -> VerifierPool:
     (source,) = named_sources(DATA)
-    return VerifiedScorer(verifier_choice(ReasoningGymReward(), source, seed=0), ScorerSection(num_workers=1))
+    return VerifierPool(verifier_choice(ReasoningGymReward(), source, seed=0), ScorerSection(num_workers=1))
 
 
 def make_warmup(**mix: float | None) -> WarmupSection:

@@ -12,7 +12,8 @@ from forgeasync.controller import check_plan, prepare, prepare_evaluation
 from forgeasync.environments import EndpointModel
 from forgeasync.isolation import SandboxUnavailable, find_bubblewrap, find_program
 from forgeasync.schema import ConfigError
-from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool
+from forgeasync.scoring import MathVerifierChoice, VerifierPool
+from tests.support.buffer_world import make_task
 from tests.support.config_samples import minimal_config
 
 Install = Callable[[str | None, str | None], tuple[str, str]]
@@ -134,7 +135,7 @@ def test_a_config_that_accepts_weaker_layers_or_verifies_nothing_is_not_refused(
 def test_a_pool_starts_no_process_behind_layers_that_nobody_has_accepted(install: Install) -> None:
     install(None, None)
     pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1))
-    for begin in (pool.start, lambda: pool.score(MathProblem(answer="4"), "4")):
+    for begin in (pool.start, lambda: pool.score(make_task(0), "4")):
         with pytest.raises(ValueError, match=r"scorer\.allow_weaker_isolation = False: .*not installed"):
             begin()
     assert pool.pids == ()

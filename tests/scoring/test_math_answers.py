@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forgeasync.config import ScorerSection
-from forgeasync.rollouts import Score, ScoreStatus
-from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool, math_reward
+from forgeasync.rollouts import Score, ScoreStatus, Task
+from forgeasync.scoring import MathVerifierChoice, VerifierPool, math_reward
 
 FOUND = [
     ("42", r"So we get \boxed{42}.", "The answer is 42."),
@@ -204,7 +204,8 @@ def impatient() -> Iterator[VerifierPool]:
 
 
 def verify(pool: VerifierPool, response: str, answer: str) -> Score:
-    return pool.score(MathProblem(answer=answer), response)
+    task = Task(task_id="t", prompt="", answer=answer, source_index=0, source="s")
+    return pool.score(task, response)
 
 
 @pytest.mark.parametrize("answer", ["42", "10^{10^{10}+1}", "(10^9+1)!"])

@@ -1,7 +1,9 @@
 """Processes that verify answers: hostile ones reach nothing, and nothing of one answer reaches the next."""
 
 import contextlib
+import dataclasses
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -29,13 +31,11 @@ from forgeasync.isolation import (
     python_environment,
 )
 from forgeasync.processes import is_running
-from forgeasync.rollouts import Score, VerifierCounts
+from forgeasync.rollouts import Score, Task, VerifierCounts
 from forgeasync.scoring import (
     MAX_ANSWER_BYTES,
     MAX_ANSWERS,
-    GymProblem,
     GymVerifierChoice,
-    MathProblem,
     MathVerifierChoice,
     ProblemDiffers,
     VerifierFailure,
@@ -53,7 +53,7 @@ RIGHT = Score(value=1.0, is_correct=True)
 WRONG = Score(value=0.0, is_correct=False)
 HALF = {"value": 0.5, "is_correct": False, "has_answer": True}
 NOTHING = {"value": 0.0, "is_correct": False, "has_answer": True}
-FOUR = MathProblem(answer="4")
+FOUR = Task(task_id="four", prompt="", answer="4", source_index=0, source="s")
 WEAKER = ScorerSection(num_workers=1, allow_weaker_isolation=True)
 NO_BUBBLEWRAP = FoundBubblewrap(path=None, problem="the test wants none")
 
@@ -67,14 +67,10 @@ def gym_choice(task: str) -> GymVerifierChoice:
     return GymVerifierChoice(source=source, num_train=2, num_held_out=2, seed=3)
 
 
-def gym_problems(choice: GymVerifierChoice) -> list[tuple[GymProblem, str]]:
-    """All problems that are trained on, with their answers."""
+def gym_tasks(choice: GymVerifierChoice) -> list[tuple[Task, str]]:
+    """All tasks that are trained on, with their answers."""
     problems = ReasoningGymProblems(choice.source, num_train=choice.num_train, num_held_out=2, seed=3)
-    entries = [problems.entry(index) for index in range(choice.num_train)]
-    return [
-        (GymProblem(task_id=f"task {index}", source_index=index, prompt=entry["question"]), entry["answer"])
-        for index, entry in enumerate(entries)
-    ]
+    return [(task, task.answer) for task in itertools.islice(problems.candidates(held_out=False), 2)]
 
 
 @pytest.fixture
@@ -134,7 +130,7 @@ def test_a_pool_survives_hostile_answers(
     folder = tmp_path / "target"
     folder.mkdir()
     choice = gym_choice(task)
-    problem, reference = gym_problems(choice)[1]
+    problem, reference = gym_tasks(choice)[1]
     section = ScorerSection(
         num_workers=1,
         answer_limit_s=2.0,
@@ -174,7 +170,7 @@ class TestLimits:
 
     def test_memory_is_limited_and_what_ends_of_it_scores_zero(self) -> None:
         choice = gym_choice("spiral_matrix")
-        problem, reference = gym_problems(choice)[1]
+        problem, reference = gym_tasks(choice)[1]
         # The time for it is ample: memory is what ends it.
         section = ScorerSection(num_workers=1, answer_limit_s=300.0, answer_memory_mib=64)
         pool = VerifierPool(choice, section)
@@ -195,10 +191,12 @@ class TestLimits:
 class TestProcess:
     def test_another_problem_than_the_one_sampled_for_is_an_error(self) -> None:
         choice = gym_choice("chain_sum")
-        problem, answer = gym_problems(choice)[1]
+        problem, answer = gym_tasks(choice)[1]
         pool = VerifierPool(choice, ScorerSection(num_workers=1))
-        other = GymProblem(task_id="task 1", source_index=1, prompt=problem.prompt + " ")
-        with pytest.raises(ProblemDiffers, match=r"data\.source\.task.*another problem than task 'task 1'"):
+        other = dataclasses.replace(problem, prompt=problem.prompt + " ")
+        with pytest.raises(
+            ProblemDiffers, match=r"data\.source\.task.*another problem than task 'chain_sum/.*/1'"
+        ):
             pool.score(other, answer)
         assert pool.score(problem, answer) == RIGHT
         with pytest.raises(ProblemDiffers):
@@ -228,12 +226,13 @@ class TestProcess:
     def test_it_dies_with_its_parent(self, tmp_path: Path) -> None:
         script = """
             import os
-            from forgeasync.config.run import ScorerSection
-            from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice
-            from forgeasync.scoring.verifier_pool import VerifierPool
+            from forgeasync.config import ScorerSection
+            from forgeasync.rollouts import Task
+            from forgeasync.scoring import MathVerifierChoice, VerifierPool
 
             pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1))
-            assert pool.score(MathProblem(answer="4"), "4").is_correct
+            task = Task(task_id="four", prompt="", answer="4", source_index=0, source="s")
+            assert pool.score(task, "4").is_correct
             print(*pool.pids, flush=True)
             os._exit(0)
         """
@@ -271,11 +270,11 @@ class TestForks:
     """chain_sum's verifier compares texts and runs no code."""
 
     @pytest.fixture
-    def sums(self) -> Iterator[tuple[VerifierPool, list[tuple[GymProblem, str]]]]:
+    def sums(self) -> Iterator[tuple[VerifierPool, list[tuple[Task, str]]]]:
         """A pool with one worker, and problems with their answers."""
         choice = gym_choice("chain_sum")
         pool = VerifierPool(choice, ScorerSection(num_workers=1))
-        yield pool, gym_problems(choice)
+        yield pool, gym_tasks(choice)
         pool.close()
 
     def test_problems_in_turns_share_one(self, sums: Any) -> None:
@@ -309,7 +308,7 @@ class TestForks:
     def test_a_problem_that_is_not_plain_gets_its_own(self) -> None:
         """Records of knights_knaves have objects of a class of their own."""
         choice = gym_choice("knights_knaves")
-        (one, first), (other, second) = gym_problems(choice)
+        (one, first), (other, second) = gym_tasks(choice)
         pool = VerifierPool(choice, ScorerSection(num_workers=1))
         forks = []
         for problem, answer in ((one, first), (one, first), (other, second)):

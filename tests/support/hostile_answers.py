@@ -15,7 +15,8 @@ from reasoning_gym.factory import DATASETS
 
 from forgeasync.config import ReasoningGymSource
 from forgeasync.isolation import enter_isolation, read_only_roots
-from forgeasync.scoring import AnswerFork, ForkLimits, GymProblem, GymVerifier, GymVerifierChoice
+from forgeasync.rollouts import Task
+from forgeasync.scoring import AnswerFork, ForkLimits, GymVerifier, GymVerifierChoice
 
 # Mixes other data sets, which a config names by scalars only: it cannot be asked for.
 EXCLUDED = frozenset({"composite"})
@@ -70,7 +71,9 @@ def main(folder: Path, port: int) -> dict[str, object]:
         choice = GymVerifierChoice(source=source, num_train=1, num_held_out=1, seed=0)
         verifier = GymVerifier(choice)
         entry = verifier._problems.entry(0)
-        loaded = verifier.load(GymProblem(task_id=name, source_index=0, prompt=entry["question"]))
+        loaded = verifier.load(
+            Task(task_id=name, prompt=entry["question"], answer="", source_index=0, source=name)
+        )
         fork: AnswerFork | None = None
         # The reference first and last: nothing that happened between may change its score.
         reference = "" if entry["answer"] is None else str(entry["answer"])
