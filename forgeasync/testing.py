@@ -40,8 +40,8 @@ from forgeasync.environments import (
     ToolSpec,
     Turn,
     TurnRequest,
-    build_renderer,
     checked_messages,
+    choose_renderer,
 )
 from forgeasync.models import build_tokenizer, character_tokenizer, save_tokenizer
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, SampledTurn, Task, ToolStatus
@@ -245,7 +245,7 @@ def run_episode(
     generator = ScriptedGenerator(tokenizer, texts)
     runner = Episodes(
         environment,
-        build_renderer(tokenizer, chat_template=True),
+        choose_renderer(tokenizer, chat_template=True).renderer,
         name=type(environment).__name__,
         roles=[AgentRole(name="agent", is_trainable=True)],
         has_one_agent=True,

@@ -40,7 +40,6 @@ from .reasoning_gym import ReasoningGymProblems as ReasoningGymProblems
 from .records import is_local as is_local
 from .records import json_like as json_like
 from .records import read_json_records as read_json_records
-from .rendering import build_renderer as build_renderer
 from .rendering import choose_renderer as choose_renderer
 from .rendering import tool_forms as tool_forms
 from .serving import ServesPeople as ServesPeople

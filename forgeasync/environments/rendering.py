@@ -197,8 +197,6 @@ class RenderedAnew:
 
     ids_S: np.ndarray
     """int32."""
-    starts: Mapping[int, int]
-    """Position of the first token of each of the model's own turns, by message index."""
     num_from_text: int
     """Number of assistant messages that were tokenized from text."""
 
@@ -250,7 +248,6 @@ def _spliced(
     # Assistant messages before the model's first turn are part of its prompt.
     ours_or_later = [index for index in answers if index >= first]
     path: list[int] = []
-    starts: dict[int, int] = {}
     conversation = Conversation(turns={})
     for index in [*ours_or_later, len(messages)]:
         last = len(conversation.messages) - 1
@@ -277,19 +274,13 @@ def _spliced(
                 first_version=-1,
                 version=-1,
             )
-        else:
-            starts[index] = len(path)
         path += turn.ids_T.tolist()
         conversation = Conversation(
             messages=messages[: index + 1],
             turns={**conversation.turns, index: turn},
             token_ids=tuple(path),
         )
-    return RenderedAnew(
-        ids_S=np.asarray(path, np.int32),
-        starts=starts,
-        num_from_text=len(answers) - len(known),
-    )
+    return RenderedAnew(ids_S=np.asarray(path, np.int32), num_from_text=len(answers) - len(known))
 
 
 class PlainRenderer:
@@ -364,19 +355,6 @@ class ChosenRenderer:
     name: str
     """``plain``, or a value of ``data.renderer``."""
     reason: str
-
-
-def build_renderer(
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    chat_template: bool,
-    name: RendererName = RendererName.AUTO,
-    template_arguments: TemplateArguments | None = None,
-) -> MessageRenderer:
-    """Return the renderer that ``choose_renderer`` chooses; raises what it raises."""
-    return choose_renderer(
-        tokenizer, chat_template=chat_template, name=name, template_arguments=template_arguments
-    ).renderer
 
 
 def choose_renderer(

@@ -97,10 +97,6 @@ def check_address(section: ServingSection) -> Iterator[Problem]:
             read_token(section.token_env)
         except ValueError as error:
             yield Problem(field="serving.token_env", value=section.token_env, remedy=str(error))
-    yield from _check_listening(section)
-
-
-def _check_listening(section: ServingSection) -> Iterator[Problem]:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             section.host or None, section.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

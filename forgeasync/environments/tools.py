@@ -227,7 +227,9 @@ class Toolbox:
         """Run a call. After ``limit_s`` seconds it is cancelled, with the processes that it has started."""
         tool = self._tools.get(call.name)
         if tool is None:
-            return self._result(call, ToolStatus.UNKNOWN_TOOL, self._unknown(call.name))
+            names = ", ".join(list(self._tools)[:MAX_NAMED_TOOLS]) or "none"
+            text = f"Error: there is no tool {show(call.name)}; tools: {names}"
+            return self._result(call, ToolStatus.UNKNOWN_TOOL, text)
         # The call has its own task, because a tool may cancel the current task.
         running = asyncio.ensure_future(_guarded(tool, call))
         start_s = time.perf_counter()
@@ -246,21 +248,18 @@ class Toolbox:
             status, text = running.result()
         return self._result(call, status, text, took_s=time.perf_counter() - start_s)
 
-    def _unknown(self, name: str) -> str:
-        names = ", ".join(list(self._tools)[:MAX_NAMED_TOOLS]) or "none"
-        return f"Error: there is no tool {show(name)}; tools: {names}"
-
     def _result(
         self, call: ToolCall, status: ToolStatus, text: str, *, took_s: float | None = None
     ) -> ToolResult:
-        content, num_cut = _cut(text, self._max_characters)
-        if num_cut and status is ToolStatus.OK:
-            status = ToolStatus.CUT
+        num_cut = max(len(text) - self._max_characters, 0)
+        if num_cut:
+            text = f"{text[: self._max_characters]}\n[{num_cut} more characters were cut]"
+            status = ToolStatus.CUT if status is ToolStatus.OK else status
         return ToolResult(
             call_id=call.id,
             name=call.name,
             status=status,
-            content=content + _note_on_cut(num_cut),
+            content=text,
             num_cut_characters=num_cut,
             took_s=took_s,
         )
@@ -282,14 +281,6 @@ async def _guarded(tool: Tool, call: ToolCall) -> tuple[ToolStatus, str]:
     except (Exception, SystemExit) as error:
         # The model gets the exception without the traceback, which would show file names.
         return ToolStatus.FAILED, f"{type(error).__name__}: {error}"
-
-
-def _cut(text: str, max_characters: int) -> tuple[str, int]:
-    return text[:max_characters], max(len(text) - max_characters, 0)
-
-
-def _note_on_cut(num_cut: int) -> str:
-    return f"\n[{num_cut} more characters were cut]" if num_cut else ""
 
 
 MAX_PROBLEM_CHARACTERS = 1000

@@ -11,12 +11,14 @@ import os
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Sequence
+from subprocess import DEVNULL, STDOUT
+
+import anyio
 
 from forgeasync.config import Docker, Podman
 from forgeasync.isolation.backend import SandboxClosed, SandboxUnavailable
 from forgeasync.isolation.connection import START_LIMIT_S, Connection, Ending
 from forgeasync.isolation.supervised import SupervisedBackend
-from forgeasync.processes import close_pipes
 
 _WORK = "/work"
 _USER, _KEEPER, _OWNER = "65534:65534", "65533:65533", "0:0"
@@ -175,29 +177,17 @@ class ContainerBackend(SupervisedBackend):
 
     async def _run_client(self, command: Sequence[str], *, limit_s: float) -> None:
         """Run a client command; raises SandboxUnavailable with the client's output if it fails."""
+        what = " ".join(command[:2])
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                # Engines write some errors to stdout and some to stderr.
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-            )
+            with anyio.fail_after(limit_s):
+                # Engines write some errors to stdout and some to stderr. A client that is late is killed.
+                done = await anyio.run_process(
+                    command, stdin=DEVNULL, stderr=STDOUT, check=False, start_new_session=True
+                )
+        except TimeoutError:
+            raise SandboxUnavailable(f"{what} took longer than {limit_s} s") from None
         except OSError as error:
             raise SandboxUnavailable(f"{command[0]} could not be started: {error}") from error
-        try:
-            async with asyncio.timeout(limit_s):
-                said, _ = await process.communicate()
-        except TimeoutError:
-            raise SandboxUnavailable(f"{' '.join(command[:2])} took longer than {limit_s} s") from None
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-            close_pipes(process)
-        if process.returncode != 0:
-            text = " ".join(said.decode(errors="replace").split()) or "no message"
-            raise SandboxUnavailable(
-                f"{' '.join(command[:2])} failed with exit code {process.returncode}: {text[:300]}"
-            )
+        if done.returncode != 0:
+            text = " ".join(done.stdout.decode(errors="replace").split()) or "no message"
+            raise SandboxUnavailable(f"{what} failed with exit code {done.returncode}: {text[:300]}")

@@ -82,16 +82,7 @@ class Dispatcher:
     """Distributes items over replicas. Times are in seconds of one clock, which the caller reads."""
 
     def __init__(self, num_replicas: int, section: ScorerSection, *, retry_wait_s: float) -> None:
-        """Start with all replicas up. A failed item waits ``retry_wait_s``, which doubles with each failure.
-
-        Raises:
-            ValueError: There is no replica, or the wait is negative.
-        """
-        if num_replicas < 1 or retry_wait_s < 0.0:
-            raise ValueError(
-                f"Dispatcher: num_replicas = {num_replicas} must be at least 1, and retry_wait_s = "
-                f"{retry_wait_s:g} at least 0"
-            )
+        """Start with all replicas up. A failed item waits ``retry_wait_s``; each failure doubles it."""
         self._section = section
         self._retry_wait_s = retry_wait_s
         self._replicas = [_Replica() for _ in range(num_replicas)]

@@ -2,7 +2,7 @@
 
 ``CircuitBreaker`` is pure. It decides whether a request may be made:
 
-    closed ──`num_failures` in a row──► open ──after a wait──► half open ──success──► closed
+    closed ──`MAX_FAILURES` in a row─► open ──after a wait──► half open ──success──► closed
                                           ▲                        │
                                           └─────── failure ────────┘ the wait doubles
 
@@ -37,6 +37,7 @@ class RewardUnavailable(Exception):
         return self.reason
 
 
+MAX_FAILURES = 4
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 15.0
 
@@ -44,35 +45,12 @@ LONGEST_WAIT_S = 15.0
 class CircuitBreaker:
     """Circuit breaker of an endpoint. Times are in seconds of one clock, which the caller reads."""
 
-    def __init__(
-        self,
-        *,
-        num_failures: int = 4,
-        first_wait_s: float = FIRST_WAIT_S,
-        longest_wait_s: float = LONGEST_WAIT_S,
-    ) -> None:
-        """Start closed.
-
-        Raises:
-            ValueError: A number is not above 0, or the first wait is longer than the longest.
-        """
-        if num_failures < 1 or not 0.0 < first_wait_s <= longest_wait_s:
-            raise ValueError(
-                f"CircuitBreaker: num_failures = {num_failures} must be at least 1, and 0 < first_wait_s = "
-                f"{first_wait_s} <= longest_wait_s = {longest_wait_s}"
-            )
-        self._num_failures = num_failures
-        self._first_wait_s = first_wait_s
-        self._longest_wait_s = longest_wait_s
+    def __init__(self) -> None:
+        """Start closed."""
         self._in_a_row = 0
         self._wait_s = 0.0
         self._open_until_s: float | None = None
         self._is_probing = False
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether calls are not restricted."""
-        return self._open_until_s is None
 
     def begin(self, now_s: float) -> float | None:
         """Return None if a call may begin, otherwise the seconds after which a retry makes sense.
@@ -84,7 +62,7 @@ class CircuitBreaker:
         if now_s < self._open_until_s:
             return self._open_until_s - now_s
         if self._is_probing:
-            return self._first_wait_s
+            return FIRST_WAIT_S
         self._is_probing = True
         return None
 
@@ -95,10 +73,10 @@ class CircuitBreaker:
     def failed(self, now_s: float, *, retry_after_s: float = 0.0) -> None:
         """Record that the endpoint did not answer or is unavailable, with its Retry-After if it gave one."""
         self._in_a_row += 1
-        if self._open_until_s is None and self._in_a_row < self._num_failures and not retry_after_s:
+        if self._open_until_s is None and self._in_a_row < MAX_FAILURES and not retry_after_s:
             return
         if self._open_until_s is None or self._is_probing:
-            self._wait_s = min(self._longest_wait_s, max(self._first_wait_s, 2.0 * self._wait_s))
+            self._wait_s = min(LONGEST_WAIT_S, max(FIRST_WAIT_S, 2.0 * self._wait_s))
         self._is_probing = False
         until_s = now_s + max(self._wait_s, retry_after_s)
         self._open_until_s = max(until_s, self._open_until_s or until_s)

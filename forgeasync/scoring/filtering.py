@@ -43,8 +43,8 @@ class GroupFiltering:
             self._watch.kept()
             return filtered
         self._num_groups[filtered.reason] += 1
-        self._watch.dropped(filtered.reason, float(np.mean(facts.rewards)))
-        if (problem := self._watch.check()) is not None:
+        problem = self._watch.dropped(filtered.reason, float(np.mean(facts.rewards)))
+        if problem is not None:
             raise AllFiltered(problem)
         return filtered
 
@@ -80,13 +80,7 @@ class FilterMonitor:
     """Counts consecutive dropped groups."""
 
     def __init__(self, limit: int) -> None:
-        """Set the limit of consecutive dropped groups.
-
-        Raises:
-            ValueError: The limit is not above 0.
-        """
-        if limit <= 0:
-            raise ValueError(f"FilterMonitor: limit = {limit}; must be above 0")
+        """Set the limit of consecutive dropped groups."""
         self._limit = limit
         self._by_reason: Counter[FilterReason] = Counter()
         self._summed_reward = 0.0
@@ -96,13 +90,13 @@ class FilterMonitor:
         self._by_reason.clear()
         self._summed_reward = 0.0
 
-    def dropped(self, reason: FilterReason, mean_reward: float) -> None:
-        """Record that a whole group was dropped; ``mean_reward`` is that of its rollouts before filtering."""
+    def dropped(self, reason: FilterReason, mean_reward: float) -> str | None:
+        """Record that a whole group was dropped; return a message for the user if the limit is reached.
+
+        ``mean_reward`` is that of its rollouts before filtering.
+        """
         self._by_reason[reason] += 1
         self._summed_reward += mean_reward
-
-    def check(self) -> str | None:
-        """Return a message for the user if the limit is reached, otherwise None."""
         num = self._by_reason.total()
         if num < self._limit:
             return None

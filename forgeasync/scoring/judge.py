@@ -232,7 +232,6 @@ class Judge:
         *,
         num_replicas: int = 1,
         retry_wait_s: float = RETRY_WAIT_S,
-        breaker: CircuitBreaker | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Store the settings. The scorers share the limits of the section evenly."""
@@ -246,7 +245,7 @@ class Judge:
             default_concurrent=DEFAULT_CONCURRENT,
             clock=clock,
         )
-        self._breaker = CircuitBreaker() if breaker is None else breaker
+        self._breaker = CircuitBreaker()
         self._retry_wait_s = retry_wait_s
         self._clock = clock
         self._client: EndpointClient | None = None

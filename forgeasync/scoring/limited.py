@@ -17,33 +17,26 @@ T = TypeVar("T")
 
 
 class TokenBucket:
-    """Token bucket with up to ``burst`` tokens and ``per_s`` new ones per second; each call takes one.
+    """Token bucket for one token, with ``per_s`` new ones per second; each call takes one.
 
-    In any t seconds at most ``burst + per_s * t`` calls begin (generic cell rate algorithm, ITU-T I.371).
-    Times are in seconds of one monotonic clock, which the caller reads.
+    In any t seconds at most ``1 + per_s * t`` calls begin (generic cell rate algorithm, ITU-T I.371). Times
+    are in seconds of one monotonic clock, which the caller reads.
     """
 
-    def __init__(self, per_s: float, *, burst: float = 1.0) -> None:
-        """Start with a full bucket.
-
-        Raises:
-            ValueError: ``per_s`` is not above 0, or ``burst`` is less than 1.
-        """
-        if not per_s > 0.0 or not burst >= 1.0:
-            raise ValueError(f"TokenBucket: per_s = {per_s} must be above 0, and burst = {burst} at least 1")
+    def __init__(self, per_s: float) -> None:
+        """Start with a full bucket."""
         self._interval_s = 1.0 / per_s
-        self._tolerance_s = (burst - 1.0) * self._interval_s
-        self._next_s: float | None = None
-        """Time at which the bucket would be full again without further calls; None before the first call."""
+        self._next_s = -math.inf
+        """Time at which the bucket is full again."""
 
     def wait_s(self, now_s: float) -> float:
         """Return how long the next call would have to wait, without taking a token."""
-        return 0.0 if self._next_s is None else max(0.0, self._next_s - self._tolerance_s - now_s)
+        return max(0.0, self._next_s - now_s)
 
     def take(self, now_s: float) -> float:
         """Take the next token, even if it is not there yet; return how long to wait for it."""
         wait_s = self.wait_s(now_s)
-        self._next_s = max(now_s, now_s if self._next_s is None else self._next_s) + self._interval_s
+        self._next_s = max(now_s, self._next_s) + self._interval_s
         return wait_s
 
 

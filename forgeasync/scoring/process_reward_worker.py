@@ -13,6 +13,7 @@ One thread reads requests and the main thread steps the engine. Requests that ar
 next one.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -34,7 +35,7 @@ from forgeasync.scoring.process_rewards import (
     score_without_steps,
     steps_of_response,
 )
-from forgeasync.scoring.reward_worker import MAX_REASON_CHARS, encode_score
+from forgeasync.scoring.reward_worker import MAX_REASON_CHARS
 
 END_BYTES = 1 << 20
 """Bytes at the end of each file of weights that are included in the model's version."""
@@ -129,7 +130,7 @@ def _begin(scoring: StepScoring, request: dict[str, Any], replies: IO[bytes]) ->
         write_line(replies, {"call": call, "error": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]})
         return
     if score is not None:
-        write_line(replies, {"call": call, "scores": [encode_score(score)]})
+        write_line(replies, {"call": call, "scores": [dataclasses.asdict(score)]})
 
 
 def _answer(scoring: StepScoring, waiting: "queue.SimpleQueue[dict[str, Any]]", replies: IO[bytes]) -> None:
@@ -138,7 +139,7 @@ def _answer(scoring: StepScoring, waiting: "queue.SimpleQueue[dict[str, Any]]", 
         while not waiting.empty() or not scoring.has_work:
             _begin(scoring, waiting.get(), replies)
         for call, result in scoring.step():
-            reply = {"error": result} if isinstance(result, str) else {"scores": [encode_score(result)]}
+            reply = {"error": result} if isinstance(result, str) else {"scores": [dataclasses.asdict(result)]}
             write_line(replies, {"call": int(call), **reply})
 
 

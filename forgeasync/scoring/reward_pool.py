@@ -18,7 +18,7 @@ from forgeasync.config import ProcessRewardModel, PythonReward, name_of
 from forgeasync.environments import Response
 from forgeasync.isolation import ContainedProcess, ProcessExited, python_path
 from forgeasync.rollouts import Score, Task, VerifierCounts
-from forgeasync.scoring.reward_worker import decode_score, encode_responses
+from forgeasync.scoring.reward_worker import decode_score
 
 STARTUP_LIMIT_S = 120.0
 """Seconds within which a process must have imported and built its reward."""
@@ -212,7 +212,7 @@ class RewardProcess:
         except ValueError as error:
             # The reward could be built when the run began.
             raise RewardFailure(f"cannot be built any more: {error}") from error
-        request = {"task": dataclasses.asdict(task), "responses": encode_responses(responses)}
+        request = {"task": dataclasses.asdict(task), "responses": list(map(dataclasses.asdict, responses))}
         number, future = running.request(request)
         limit_s = self._section.limit_s
         too_long = f"took longer than {limit_s:g} s (limit_s)"

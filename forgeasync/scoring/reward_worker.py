@@ -22,7 +22,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import IO, Any
 
 from forgeasync.config import PythonReward, ScoredUnit
@@ -43,19 +43,9 @@ BLOCKED_AFTER_S = 0.3
 _PARAMETERS = {ScoredUnit.RESPONSE: ("task", "response"), ScoredUnit.GROUP: ("task", "responses")}
 
 
-def encode_score(score: Score) -> dict[str, Any]:
-    """Encode a score for a reply."""
-    return dataclasses.asdict(score)
-
-
 def decode_score(value: dict[str, Any]) -> Score:
     """Decode the score of a reply; raises ValueError if ``Score`` refuses it."""
     return Score(**{**value, "steps": tuple(Step(**step) for step in value["steps"])})
-
-
-def encode_responses(responses: Sequence[Response]) -> list[dict[str, Any]]:
-    """Encode responses for a request."""
-    return [dataclasses.asdict(response) for response in responses]
 
 
 def as_score(verdict: object) -> Score:
@@ -143,7 +133,7 @@ class _Calls:
         try:
             async with deadline(self._section.limit_s, call="the reward", key="limit_s"):
                 scores = await self._scores(request)
-            reply["scores"] = [encode_score(score) for score in scores]
+            reply["scores"] = [dataclasses.asdict(score) for score in scores]
         except DeadlineExceeded:
             reply["timeout"] = True
         except BaseException as error:  # SystemExit too: the user must see the reward's exception

@@ -177,11 +177,12 @@ class VerifierPool:
                 num_oversized=self._num_unverified[ScoreStatus.OVERSIZED],
             )
 
-    @property
+    # Cached, because the look-up in the file system takes longer than verifying a response.
+    @functools.cached_property
     def version(self) -> str:
         """Package and version of the verifier."""
         package = "reasoning-gym" if isinstance(self._choice, GymVerifierChoice) else "math-verify"
-        return f"{package} {_version(package)}"
+        return f"{package} {metadata.version(package)}"
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -313,9 +314,3 @@ def verifier_choice(
     return GymVerifierChoice(
         source=source.source, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
     )
-
-
-@functools.cache
-def _version(package: str) -> str:
-    # Cached, because the look-up in the file system takes longer than verifying a response.
-    return metadata.version(package)

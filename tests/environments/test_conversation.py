@@ -24,9 +24,9 @@ from forgeasync.environments import (
     TurnLimits,
     TurnRequest,
     assistant,
-    build_renderer,
     checked_message,
     checked_messages,
+    choose_renderer,
     conversation,
     is_same_message,
     lookup_key,
@@ -40,7 +40,7 @@ from tests.support.chat import CHATML, END, START, make_tokenizer
 
 def make_agent(model: ScriptedGenerator, tokenizer: PreTrainedTokenizerFast, **limits: int) -> EpisodeAgent:
     limits = {"max_turn_tokens": 1000, "max_context_length": 4000, "max_turns": 100} | limits
-    renderer = build_renderer(tokenizer, chat_template=tokenizer.chat_template is not None)
+    renderer = choose_renderer(tokenizer, chat_template=tokenizer.chat_template is not None).renderer
     return EpisodeAgent(model, renderer, TurnLimits(**limits))
 
 

@@ -21,17 +21,16 @@ patient = settings(suppress_health_check=[HealthCheck.too_slow])
 @patient
 @given(
     per_s=st.floats(0.1, 100.0),
-    burst=st.floats(1.0, 10.0),
     gaps_s=st.lists(st.floats(0.0, 3.0), min_size=1, max_size=40),
 )
-def test_no_window_has_more_calls_than_its_share(per_s: float, burst: float, gaps_s: list[float]) -> None:
-    """However the calls come: from the i-th to the j-th at most burst + per_s * t begin within t seconds."""
-    bucket = TokenBucket(per_s, burst=burst)
+def test_no_window_has_more_calls_than_its_share(per_s: float, gaps_s: list[float]) -> None:
+    """However the calls come: from the i-th to the j-th at most 1 + per_s * t begin within t seconds."""
+    bucket = TokenBucket(per_s)
     begun_s = [now_s + bucket.take(now_s) for now_s in itertools.accumulate(gaps_s)]
     for first, last in itertools.combinations(range(len(begun_s)), 2):
         window_s = begun_s[last] - begun_s[first]
         assert window_s >= -1e-9
-        assert last - first + 1 <= burst + per_s * window_s + 1e-6
+        assert last - first + 1 <= 1 + per_s * window_s + 1e-6
 
 
 @patient

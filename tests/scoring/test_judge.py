@@ -371,24 +371,24 @@ class TestBeforeARun:
 
 class TestBreaker:
     def test_it_opens_after_failures_in_a_row_and_one_call_finds_out(self) -> None:
-        breaker = CircuitBreaker(num_failures=3, first_wait_s=1.0, longest_wait_s=4.0)
-        for _ in range(2):
+        breaker = CircuitBreaker()
+        for _ in range(3):
             breaker.failed(0.0)
         breaker.succeeded()
-        for _ in range(3):
+        for _ in range(4):
             assert breaker.begin(0.0) is None
             breaker.failed(0.0)
         assert breaker.begin(0.4) == pytest.approx(0.6)
         now_s = 0.0
-        for wait_s in (1.0, 2.0, 4.0, 4.0):
+        for wait_s in (1.0, 2.0, 4.0, 8.0, 15.0, 15.0):
             now_s += wait_s
             assert breaker.begin(now_s) is None, "half open"
             assert breaker.begin(now_s) is not None, "one at a time"
             breaker.failed(now_s)
-            assert breaker.begin(now_s) == pytest.approx(min(4.0, 2 * wait_s))
-        now_s += 4.0
+            assert breaker.begin(now_s) == pytest.approx(min(15.0, 2 * wait_s))
+        now_s += 15.0
         assert breaker.begin(now_s) is None
         breaker.abandoned()
         assert breaker.begin(now_s) is None
         breaker.succeeded()
-        assert breaker.is_closed and breaker.begin(now_s) is None and breaker.begin(now_s) is None
+        assert breaker.begin(now_s) is None and breaker.begin(now_s) is None, "closed"

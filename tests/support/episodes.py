@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from forgeasync.config import EpisodesSection
-from forgeasync.environments import AgentRole, Environment, Episodes, build_renderer
+from forgeasync.environments import AgentRole, Environment, Episodes, choose_renderer
 from tests.support.chat import make_tokenizer
 
 TOKENIZER = make_tokenizer(None)
@@ -29,7 +29,7 @@ def make_episodes(
     """``more`` are arguments of ``Episodes``."""
     return Episodes(
         environment,
-        build_renderer(tokenizer, chat_template=False),
+        choose_renderer(tokenizer, chat_template=False).renderer,
         name=name,
         roles=roles,
         has_one_agent=len(roles) == 1,

@@ -20,7 +20,7 @@ from forgeasync.environments import (
     TurnRequest,
     UntrainedSample,
     UntrainedTurns,
-    build_renderer,
+    choose_renderer,
 )
 from forgeasync.plugins.serve import ServedSessions, WorkerSessions
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, SampledTurn, VersionRange
@@ -173,6 +173,6 @@ async def served_world(
         world = ServedWorld(server, service, running, http, clock=clock, **more)
         world.gate.set()
         limits = TurnLimits(max_turn_tokens=10, max_context_length=2000, max_turns=5)
-        renderer = build_renderer(TOKENIZER, chat_template=False)
+        renderer = choose_renderer(TOKENIZER, chat_template=False).renderer
         service.connect(lambda: EpisodeAgent(UntrainedTurns(world.sample_untrained), renderer, limits))
         yield world

@@ -62,10 +62,6 @@ class Sampling(Generic[T]):
     ended_s: float | None = None
 
 
-class KeyReused(ValueError):
-    """An idempotency key came with two bodies."""
-
-
 class Samplings(Generic[T]):
     """The samplings of one session: each request begins one, or joins that of an earlier attempt.
 
@@ -91,13 +87,17 @@ class Samplings(Generic[T]):
         """Return the sampling that the attempt joins; None if it begins one.
 
         Raises:
-            KeyReused: An earlier request had the same key and another body.
+            RequestError: An earlier request had the same key and another body.
         """
         if attempt.idempotency_key is not None:
             for one in self._all:
                 if one.attempt.idempotency_key == attempt.idempotency_key:
                     if one.attempt.digest != attempt.digest:
-                        raise KeyReused(attempt.idempotency_key)
+                        raise RequestError(
+                            f"Idempotency-Key {attempt.idempotency_key[:80]!r} came with another body "
+                            "before; must be new for each body",
+                            param="Idempotency-Key",
+                        )
                     return one
             return None
         if not attempt.num_retries:
@@ -424,14 +424,7 @@ class Session:
         self._forget()
         if self.end is not None:
             raise closed(self.end)
-        try:
-            sampling = self._samplings.find(attempt)
-        except KeyReused as error:
-            raise RequestError(
-                f"Idempotency-Key {str(error)[:80]!r} came with another body before; must be new for "
-                "each body",
-                param="Idempotency-Key",
-            ) from error
+        sampling = self._samplings.find(attempt)
         if sampling is not None:
             self.counts.num_retries_joined += 1
         else:

@@ -20,7 +20,7 @@ from forgeasync.environments import (
     ToolSpec,
     Turn,
     TurnLimits,
-    build_renderer,
+    choose_renderer,
 )
 from forgeasync.testing import ScriptedGenerator
 from tests.environments.sessions.apis import APIS, CHAT, MESSAGES, RESPONSES, Api
@@ -74,7 +74,7 @@ def make_agent(model: ScriptedGenerator, renderer: MessageRenderer) -> EpisodeAg
 async def test_a_conversation_is_one_growing_row_of_tokens(api: Api | None) -> None:
     tokenizer = make_tokenizer(CHATML)
     model = ScriptedGenerator(tokenizer, ["four", "  no, <5>\n", "", "end"])
-    agent = make_agent(model, build_renderer(tokenizer, chat_template=True))
+    agent = make_agent(model, choose_renderer(tokenizer, chat_template=True).renderer)
     async with SessionServer() as server:
         session = server.open(agent)
         talk = ByPreviousId(session, RESPONSES) if api is None else Conversation(session, api)
@@ -189,7 +189,7 @@ async def test_tokens_are_counted_as_a_turn_would_have_them() -> None:
     tokenizer = make_tokenizer(CHATML)
     # Text that the tokenizer would cut otherwise if it were tokenized again.
     model = ScriptedGenerator(tokenizer, ["four", "  no, <5>\n"])
-    agent = make_agent(model, build_renderer(tokenizer, chat_template=True))
+    agent = make_agent(model, choose_renderer(tokenizer, chat_template=True).renderer)
     async with SessionServer() as server:
         chat = Conversation(server.open(agent), MESSAGES)
         async with anthropic_client(chat.session) as client:
