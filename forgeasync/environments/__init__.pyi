@@ -109,7 +109,6 @@ from .probes import TEXTS as TEXTS
 from .probes import TOOLS as TOOLS
 from .probes import assistant as assistant
 from .probes import call as call
-from .probes import message_of as message_of
 from .probes import other_tokens as other_tokens
 from .probes import random_dialogue as random_dialogue
 from .probes import result as result
@@ -119,7 +118,6 @@ from .probes import walk as walk
 from .rendering import BridgeRefused as BridgeRefused
 from .rendering import Conversation as Conversation
 from .rendering import MessageRenderer as MessageRenderer
-from .rendering import ParsedTurn as ParsedTurn
 from .rendering import PlainRenderer as PlainRenderer
 from .rendering import RenderedAnew as RenderedAnew
 from .rendering import rendered_anew as rendered_anew

@@ -456,23 +456,18 @@ class EpisodeAgent(Participant):
                 text=self._renderer.text_of(prompt.opening_ids.tolist()) + turn.text,
             )
         path_ids = [*prompt.before.token_ids, *prompt.added_ids.tolist()]
-        parsed = self._renderer.parse(path_ids, said, specs)
-        answer = Turn(
-            text=parsed.text,
+        # Tokens that were given to force a call are part of the prompt.
+        answer = dataclasses.replace(
+            self._renderer.parse(path_ids, said, specs),
             num_prompt_tokens=num_before,
             num_tokens=turn.num_tokens,
-            finish_reason=turn.finish_reason,
-            stop_text=turn.stop_text,
-            reasoning=parsed.reasoning,
-            tool_calls=parsed.tool_calls,
-            broken_tool_calls=parsed.broken_tool_calls,
         )
         conversation = Conversation(
             messages=(*checked, checked_message("turn", answer.message)),
             turns={**prompt.before.turns, len(checked): said},
             token_ids=[*path_ids, *said.ids_T.tolist()],
         )
-        self.num_faulty_calls += len(parsed.broken_tool_calls)
+        self.num_faulty_calls += len(answer.broken_tool_calls)
         kept = SampledPath(turn=turn, conversation=conversation)
         self._tree.add(conversation.messages, specs, kept, after=prompt.after)
         return answer

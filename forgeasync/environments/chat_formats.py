@@ -18,6 +18,7 @@ from renderers import (
 from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseStatus
 from renderers.default import DefaultRenderer
 
+from forgeasync.environments.environment import Turn
 from forgeasync.environments.messages import (
     ASSISTANT,
     TOOL,
@@ -30,7 +31,6 @@ from forgeasync.environments.messages import (
 from forgeasync.environments.rendering import (
     BridgeRefused,
     Conversation,
-    ParsedTurn,
     from_difference,
     message_forms,
     reserved_texts,
@@ -162,9 +162,7 @@ class ChatRenderer(ABC):
         """See ``MessageRenderer``."""
         return text_of_ids(self._tokenizer, ids, skip_special_tokens=True)
 
-    def parse(
-        self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
-    ) -> ParsedTurn:
+    def parse(self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()) -> Turn:
         """See ``MessageRenderer``."""
         raw = self._raw(turn)
         if not self._can_read(turn):
@@ -182,8 +180,9 @@ class ChatRenderer(ABC):
             problem = f"it cannot be read ({type(error).__name__})"
             return self._unread(turn, raw, problem)
         calls, broken = self._calls(parsed, turn, tools)
-        return ParsedTurn(
-            text=self._without_markers(_without_stop_text(parsed.content, self._stop_text(turn))),
+        return Turn.of_sampled(
+            turn,
+            self._without_markers(_without_stop_text(parsed.content, self._stop_text(turn))),
             reasoning=(
                 None if parsed.reasoning_content is None else self._without_markers(parsed.reasoning_content)
             ),
@@ -198,9 +197,9 @@ class ChatRenderer(ABC):
     def _raw(self, turn: SampledTurn) -> str:
         return text_of_ids(self._tokenizer, turn.ids_T.tolist())
 
-    def _unread(self, turn: SampledTurn, raw: str, problem: str) -> ParsedTurn:
+    def _unread(self, turn: SampledTurn, raw: str, problem: str) -> Turn:
         broken = BrokenToolCall(text=raw[:MAX_BROKEN_TEXT], problem=problem)
-        return ParsedTurn(text=self._without_markers(turn.text), broken_tool_calls=(broken,))
+        return Turn.of_sampled(turn, self._without_markers(turn.text), broken_tool_calls=(broken,))
 
     def _calls(
         self, parsed: ParsedResponse, turn: SampledTurn, tools: Sequence[ToolSpec]

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from forgeasync.config import DataSection, RendererName
-from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec
+from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec, checked_message
 from forgeasync.environments.probes import (
     TEXTS,
     TOOLS,
@@ -35,7 +35,6 @@ from forgeasync.environments.probes import (
     assistant,
     call,
     fixed_dialogues,
-    message_of,
     other_tokens,
     random_dialogue,
     rendered_at_once,
@@ -334,7 +333,7 @@ class _Checker:
             for step in walked.steps:
                 before += step.given_ids.tolist()
                 parsed = self._renderer.parse(before, step.turn, dialogue.tools)
-                said, read = dialogue.messages[step.index], message_of(parsed)
+                said, read = dialogue.messages[step.index], checked_message("a turn", parsed.message)
                 problem = None
                 if parsed.broken_tool_calls:
                     broken = parsed.broken_tool_calls[0].problem
@@ -371,8 +370,8 @@ class _Checker:
                 finish_reason=FinishReason.STOP if is_whole else FinishReason.LENGTH,
             )
             before = step.given_ids.tolist()
-            read = message_of(self._renderer.parse(before, turn, dialogue.tools))
-            messages = (*dialogue.messages[: step.index], read)
+            read = self._renderer.parse(before, turn, dialogue.tools).message
+            messages = (*dialogue.messages[: step.index], checked_message("a turn", read))
             conversation = Conversation(
                 messages=messages, turns={step.index: turn}, token_ids=[*before, *ids.tolist()]
             )
@@ -401,8 +400,8 @@ class _Checker:
         for _ in range(self._rng.randint(1, 4)):
             ids.insert(self._rng.randint(0, len(ids)), self._rng.choice(marks or ids))
         turn = sampled(self._tokenizer, np.asarray(ids, np.int32), number=0)
-        read = message_of(self._renderer.parse(before, turn, dialogue.tools))
-        messages = (*dialogue.messages[: step.index], read)
+        read = self._renderer.parse(before, turn, dialogue.tools).message
+        messages = (*dialogue.messages[: step.index], checked_message("a turn", read))
         conversation = Conversation(messages=messages, turns={step.index: turn}, token_ids=[*before, *ids])
         try:
             self._renderer.added_ids(conversation, (*messages, user("go on")), dialogue.tools)

@@ -7,11 +7,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 from forgeasync.config import AnswerPart
 from forgeasync.environments.messages import BrokenToolCall, Message, ToolCall, ToolSpec
-from forgeasync.rollouts import FinishReason, Rollout, Score, StoredRollout, Task, ToolStatus
+from forgeasync.rollouts import (
+    FinishReason,
+    Rollout,
+    SampledTurn,
+    Score,
+    StoredRollout,
+    Task,
+    ToolStatus,
+)
 
 
 class ContextFull(RuntimeError):
@@ -67,6 +75,17 @@ class Turn:
     num_prompt_tokens: int = 0
     """Number of tokens of the conversation before the turn; 0 if a scripted agent made the turn."""
 
+    @classmethod
+    def of_sampled(cls, sampled: SampledTurn, text: str, **parts: Any) -> Self:
+        """Return a sampled turn with the parts that were parsed from its tokens."""
+        return cls(
+            text=text,
+            num_tokens=sampled.num_tokens,
+            finish_reason=sampled.finish_reason,
+            stop_text=sampled.stop_text,
+            **parts,
+        )
+
     @property
     def message(self) -> dict[str, Any]:
         """The turn as a message, to continue the conversation with."""
@@ -78,7 +97,37 @@ class Turn:
         return message
 
 
-class Agent(Protocol):
+class RespondingAgent(Protocol):
+    """The part of ``Agent`` that samples turns."""
+
+    async def respond(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Turn:
+        """Sample the model's next turn.
+
+        ``messages`` are the whole conversation so far; a string is one user message that begins a
+        conversation. If they continue a conversation that this agent has answered, only the new messages are
+        tokenized, after the sampled tokens. Any other messages begin a branch: another conversation, the same
+        messages again, or a history with changed, removed or inserted messages. Calls may overlap. ``tools``
+        are the tools that the model may call.
+
+        ``max_tokens`` limits the turn in addition to ``sampling.max_response_tokens``. The turn also ends at
+        the first text of ``stop``.
+
+        Raises:
+            ContextFull: There is no room for another turn.
+            TooManyTurns: The model has had ``episodes.max_turns`` turns.
+            ValueError: A message is malformed or cannot be rendered. The error names the message.
+        """
+        ...
+
+
+class Agent(RespondingAgent, Protocol):
     """The model that is trained, as an environment uses it.
 
     An agent program with its own loop sends requests to ``base_url`` instead of calling ``respond``, over
@@ -117,32 +166,6 @@ class Agent(Protocol):
         """Return a context that stops all deadlines of the episode while it is entered.
 
         It is for environments that wait for people, and that limit this time themselves.
-        """
-        ...
-
-    async def respond(
-        self,
-        messages: str | Sequence[Message],
-        tools: Sequence[ToolSpec] | None = None,
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-    ) -> Turn:
-        """Sample the model's next turn.
-
-        ``messages`` are the whole conversation so far; a string is one user message that begins a
-        conversation. If they continue a conversation that this agent has answered, only the new messages are
-        tokenized, after the sampled tokens. Any other messages begin a branch: another conversation, the same
-        messages again, or a history with changed, removed or inserted messages. Calls may overlap. ``tools``
-        are the tools that the model may call.
-
-        ``max_tokens`` limits the turn in addition to ``sampling.max_response_tokens``. The turn also ends at
-        the first text of ``stop``.
-
-        Raises:
-            ContextFull: There is no room for another turn.
-            TooManyTurns: The model has had ``episodes.max_turns`` turns.
-            ValueError: A message is malformed or cannot be rendered. The error names the message.
         """
         ...
 

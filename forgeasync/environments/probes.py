@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec, checked_message
-from forgeasync.environments.rendering import Conversation, MessageRenderer, ParsedTurn
+from forgeasync.environments.rendering import Conversation, MessageRenderer
 from forgeasync.rollouts import FinishReason, SampledTurn, text_of_ids
 
 if TYPE_CHECKING:
@@ -252,13 +252,6 @@ def sampled(
     return SampledTurn(
         turn=number, ids_T=ids, text=text, finish_reason=finish_reason, first_version=0, version=0
     )
-
-
-def message_of(parsed: ParsedTurn) -> Message:
-    """Return the message of a turn."""
-    calls = [call.message_form for call in parsed.tool_calls]
-    message = {"content": parsed.text, "reasoning_content": parsed.reasoning, "tool_calls": calls}
-    return checked_message("a turn", {"role": ASSISTANT, **message})
 
 
 def other_tokens(tokenizer: "PreTrainedTokenizerBase", rng: random.Random) -> Retokenized:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from forgeasync.config import RendererName
+from forgeasync.environments.environment import Turn
 from forgeasync.environments.messages import (
     ASSISTANT,
     TOOL,
-    BrokenToolCall,
     Message,
     ToolCall,
     ToolSpec,
@@ -55,18 +55,6 @@ class Conversation:
     given."""
     token_ids: Sequence[int] = ()
     """All token ids of the path, including those of the last turn."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedTurn:
-    """The parts of a turn, as parsed from its tokens."""
-
-    text: str
-    """Text without reasoning, tool calls and special tokens."""
-    reasoning: str | None = None
-    """Reasoning; None if the model's format has none, or the model wrote none."""
-    tool_calls: tuple[ToolCall, ...] = ()
-    broken_tool_calls: tuple[BrokenToolCall, ...] = ()
 
 
 class MessageRenderer(Protocol):
@@ -109,9 +97,7 @@ class MessageRenderer(Protocol):
         """Return the text of tokens without special tokens, like ``SampledTurn.text``."""
         ...
 
-    def parse(
-        self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
-    ) -> ParsedTurn:
+    def parse(self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()) -> Turn:
         """Parse a turn that was sampled after ``before_ids``; never raises because of model output."""
         ...
 
@@ -319,10 +305,8 @@ class PlainRenderer:
     def text_of(self, ids: Sequence[int]) -> str:
         return text_of_ids(self._tokenizer, ids, skip_special_tokens=True)
 
-    def parse(
-        self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
-    ) -> ParsedTurn:
-        return ParsedTurn(text=turn.text)
+    def parse(self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()) -> Turn:
+        return Turn.of_sampled(turn, turn.text)
 
 
 def _refuse(tools: Sequence[ToolSpec]) -> None:

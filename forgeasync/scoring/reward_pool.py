@@ -6,6 +6,7 @@ The reward is a user's own or a process reward model; both kinds of processes us
 import dataclasses
 import json
 import os
+import queue
 import sys
 import threading
 import weakref
@@ -257,14 +258,10 @@ class RewardPool:
         self._section = section
         self._name = name_of(section)
         self._processes = [RewardProcess(section) for _ in range(num_processes)]
-        self._num_calls = [0] * num_processes
-        self._calls_at_once = 1
-        self._place_is_free = threading.Condition()
-
-    @property
-    def num_places(self) -> int:
-        """Maximum number of concurrent calls, after ``start``."""
-        return self._calls_at_once * len(self._processes)
+        self._places: queue.Queue[RewardProcess] = queue.Queue()
+        """Each process, once for every further call that it can run."""
+        self.num_places = 0
+        """Maximum number of concurrent calls; 0 before ``start``."""
 
     @property
     def num_killed(self) -> int:
@@ -293,7 +290,10 @@ class RewardPool:
         """
         with ThreadPoolExecutor(len(self._processes)) as threads:
             (is_async, *_) = threads.map(RewardProcess.start, self._processes)
-        self._calls_at_once = CALLS_SIDE_BY_SIDE if is_async else 1
+        calls_at_once = CALLS_SIDE_BY_SIDE if is_async else 1
+        self.num_places = calls_at_once * len(self._processes)
+        for process in self._processes * calls_at_once:
+            self._places.put(process)
         how = f"up to {CALLS_SIDE_BY_SIDE} calls" if is_async else "one call"
         return f"{len(self._processes)} processes run reward {self._name!r}, {how} at a time each"
 
@@ -305,13 +305,13 @@ class RewardPool:
         """
         try:
             for _ in range(MAX_KILLED):
-                index = self._take_place()
+                process = self._places.get()
                 try:
-                    return self._processes[index].call(task, responses)
+                    return process.call(task, responses)
                 except ProcessKilled:
                     continue
                 finally:
-                    self._free_place(index)
+                    self._places.put(process)
             raise RewardFailure(f"had its process killed {MAX_KILLED} times over other calls")
         except RewardFailure as error:
             kind = RewardTimeout if isinstance(error, RewardTimeout) else RewardFailure
@@ -322,17 +322,3 @@ class RewardPool:
         """Stop the processes; a later call starts new ones."""
         for process in self._processes:
             process.stop()
-
-    def _take_place(self) -> int:
-        with self._place_is_free:
-            index = min(range(len(self._processes)), key=self._num_calls.__getitem__)
-            while self._num_calls[index] >= self._calls_at_once:
-                self._place_is_free.wait()
-                index = min(range(len(self._processes)), key=self._num_calls.__getitem__)
-            self._num_calls[index] += 1
-            return index
-
-    def _free_place(self, index: int) -> None:
-        with self._place_is_free:
-            self._num_calls[index] -= 1
-            self._place_is_free.notify()

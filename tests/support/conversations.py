@@ -10,9 +10,9 @@ from forgeasync.environments import (
     Conversation,
     Message,
     MessageRenderer,
-    ParsedTurn,
     ToolSpec,
-    message_of,
+    Turn,
+    checked_message,
     sampled,
 )
 from forgeasync.rollouts import FinishReason, SampledTurn
@@ -30,7 +30,7 @@ class Talk:
         self.conversation = Conversation(turns={})
         self.received: list[int] = []
 
-    def say(self, ids: Sequence[int], *, cut: bool = False) -> ParsedTurn:
+    def say(self, ids: Sequence[int], *, cut: bool = False) -> Turn:
         """Have the model sample these tokens."""
         turn = sampled(
             self.tokenizer,
@@ -42,7 +42,7 @@ class Talk:
         index = len(self.messages)
         self.received += turn.ids_T.tolist()
         self.conversation = Conversation(
-            messages=(*self.messages, message_of(parsed)),
+            messages=(*self.messages, checked_message("a turn", parsed.message)),
             turns={**self.conversation.turns, index: turn},
             token_ids=tuple(self.received),
         )
@@ -60,7 +60,7 @@ class Talk:
         self.messages = messages
         return ids.tolist()
 
-    def say_text(self, text: str, *, cut: bool = False) -> ParsedTurn:
+    def say_text(self, text: str, *, cut: bool = False) -> Turn:
         """Have the model sample a text, and what ends a turn unless it is cut."""
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self.say(ids if cut else [*ids, self.tokenizer.eos_token_id], cut=cut)

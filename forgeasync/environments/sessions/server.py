@@ -24,6 +24,7 @@ from typing import Any, Protocol, Self
 from aiohttp import web
 
 from forgeasync.config import WILDCARDS, is_loopback
+from forgeasync.environments.environment import RespondingAgent
 from forgeasync.environments.sessions.anthropic_messages import AnthropicMessages
 from forgeasync.environments.sessions.chat_completions import ChatCompletions
 from forgeasync.environments.sessions.dialect import (
@@ -41,12 +42,10 @@ from forgeasync.environments.sessions.dialect import (
 from forgeasync.environments.sessions.responses import Responses
 from forgeasync.environments.sessions.session import (
     Attempt,
-    RespondingAgent,
     Sampling,
     Session,
     SessionEnd,
     SessionLimits,
-    Work,
     as_request_error,
     closed,
     read_feedback,
@@ -355,7 +354,7 @@ class SessionServer:
         try:
             if inference.is_streamed:
                 # An error before the first keep-alive comment can still have its own status.
-                done, _ = await asyncio.wait([sampling.work.reply], timeout=self._limits.keep_alive_s)
+                done, _ = await asyncio.wait([sampling.reply], timeout=self._limits.keep_alive_s)
                 if done:
                     await _outcome(sampling, session)
                 headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
@@ -375,11 +374,9 @@ class SessionServer:
             session.leave(sampling, is_delivered=is_delivered)
         return response
 
-    async def _stream(
-        self, session: Session, dialect: Dialect, sampling: Sampling[Work]
-    ) -> AsyncIterator[bytes]:
+    async def _stream(self, session: Session, dialect: Dialect, sampling: Sampling) -> AsyncIterator[bytes]:
         """Yield keep-alive comments until the turns are sampled, and then their events."""
-        task = sampling.work.reply
+        task = sampling.reply
         while not task.done():
             yield b": the turn is being sampled\n\n"
             await asyncio.wait([task], timeout=self._limits.keep_alive_s)
@@ -390,7 +387,7 @@ class SessionServer:
             _count(session, problem)
             yield dialect.error_event(problem)
             return
-        for event in dialect.events(sampling.work.request, reply):
+        for event in dialect.events(sampling.request, reply):
             yield event
 
     async def _within(self, writing: Awaitable[object]) -> None:
@@ -421,9 +418,9 @@ def _is_among(keys: Sequence[str], secret: str) -> bool:
     return any(matches)
 
 
-async def _outcome(sampling: Sampling[Work], session: Session) -> InferenceResult:
+async def _outcome(sampling: Sampling, session: Session) -> InferenceResult:
     """Wait for the result of a sampling, which continues if the wait is cancelled."""
-    task = sampling.work.reply
+    task = sampling.reply
     await asyncio.wait([task])
     if task.cancelled():
         raise closed(session.end or SessionEnd.CLOSED)

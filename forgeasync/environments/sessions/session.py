@@ -16,12 +16,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import msgspec
 
 from forgeasync.environments.conversation import ConversationTree
-from forgeasync.environments.environment import ContextFull, EpisodeOver, TooManyTurns, Turn
+from forgeasync.environments.environment import (
+    ContextFull,
+    EpisodeOver,
+    RespondingAgent,
+    TooManyTurns,
+    Turn,
+)
 from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec, checked_message
 from forgeasync.environments.rendering import NoCallOpening
 from forgeasync.environments.sessions.dialect import (
@@ -32,8 +38,6 @@ from forgeasync.environments.sessions.dialect import (
     read_own_body,
     shown,
 )
-
-T = TypeVar("T")
 
 MAX_FAILED = 1024
 """Maximum number of bodies whose refused or failed attempts are remembered."""
@@ -50,11 +54,13 @@ class Attempt:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Sampling(Generic[T]):
+class Sampling:
     """Turns of a request, in flight or finished."""
 
     attempt: Attempt
-    work: T
+    request: InferenceRequest
+    reply: asyncio.Task[InferenceResult]
+    """The task that samples the turns."""
     num_waiting: int = 0
     """Number of requests that wait for the turns."""
     is_delivered: bool = False
@@ -62,7 +68,7 @@ class Sampling(Generic[T]):
     ended_s: float | None = None
 
 
-class Samplings(Generic[T]):
+class Samplings:
     """The samplings of one session: each request begins one, or joins that of an earlier attempt.
 
     A pure state machine; times are in seconds of one clock. Both SDKs send ``x-stainless-retry-count`` and,
@@ -80,10 +86,10 @@ class Samplings(Generic[T]):
         """Samplings that have ended are kept for ``keep_s``, at most ``max_kept`` of them."""
         self._keep_s = keep_s
         self._max_kept = max_kept
-        self._all: list[Sampling[T]] = []
+        self._all: list[Sampling] = []
         self._num_failed: OrderedDict[bytes, int] = OrderedDict()
 
-    def find(self, attempt: Attempt) -> Sampling[T] | None:
+    def find(self, attempt: Attempt) -> Sampling | None:
         """Return the sampling that the attempt joins; None if it begins one.
 
         Raises:
@@ -116,9 +122,11 @@ class Samplings(Generic[T]):
             return None
         return max(same, key=lambda one: (not one.num_waiting, one.is_delivered), default=None)
 
-    def begin(self, attempt: Attempt, work: T) -> Sampling[T]:
+    def begin(
+        self, attempt: Attempt, request: InferenceRequest, reply: asyncio.Task[InferenceResult]
+    ) -> Sampling:
         """Add a sampling."""
-        sampling = Sampling(attempt=attempt, work=work)
+        sampling = Sampling(attempt=attempt, request=request, reply=reply)
         self._all.append(sampling)
         return sampling
 
@@ -129,13 +137,13 @@ class Samplings(Generic[T]):
             while len(self._num_failed) > MAX_FAILED:
                 self._num_failed.popitem(last=False)
 
-    def ended(self, sampling: Sampling[T], *, has_failed: bool, now_s: float) -> None:
+    def ended(self, sampling: Sampling, *, has_failed: bool, now_s: float) -> None:
         """Record the end of a sampling. A failed one is removed, so that a retry samples again."""
         sampling.ended_s = now_s
         if has_failed and sampling in self._all:
             self._all.remove(sampling)
 
-    def expired(self, now_s: float) -> list[Sampling[T]]:
+    def expired(self, now_s: float) -> list[Sampling]:
         """Remove and return the samplings beyond the limits of time and number."""
         idle = [one for one in self._all if one.ended_s is not None and not one.num_waiting]
         num_over = len(idle) - self._max_kept
@@ -147,7 +155,7 @@ class Samplings(Generic[T]):
         self._all = [one for one in self._all if one not in gone]
         return gone
 
-    def clear(self) -> list[Sampling[T]]:
+    def clear(self) -> list[Sampling]:
         """Remove and return all samplings."""
         gone, self._all = self._all, []
         return gone
@@ -247,21 +255,6 @@ class SessionLimits:
                 raise ValueError(f"SessionLimits.{field.name} = {value}; must be positive and finite")
 
 
-class RespondingAgent(Protocol):
-    """The part of ``Agent`` that a session uses."""
-
-    async def respond(
-        self,
-        messages: str | Sequence[Message],
-        tools: Sequence[ToolSpec] | None = None,
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-    ) -> Turn:
-        """See ``Agent``."""
-        ...
-
-
 @runtime_checkable
 class TokenAgent(RespondingAgent, Protocol):
     """An agent that renders its own prompts, so it can count tokens and force tool calls."""
@@ -317,14 +310,6 @@ class SessionCounts:
     """Tool calls that the client's API cannot express, and that were shown as text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """A request, and the task that samples its turns."""
-
-    request: InferenceRequest
-    reply: asyncio.Task[InferenceResult]
-
-
 class Session:
     """A client's access to one agent, from ``SessionServer.open``. Methods are thread-safe unless noted."""
 
@@ -359,9 +344,7 @@ class Session:
         self._limits = limits
         self._loop = loop
         self._when_closed = when_closed
-        self._samplings: Samplings[Work] = Samplings(
-            keep_s=limits.keep_reply_s, max_kept=limits.max_kept_replies
-        )
+        self._samplings = Samplings(keep_s=limits.keep_reply_s, max_kept=limits.max_kept_replies)
         self._tree: ConversationTree[Message] = ConversationTree()
         """The turns of the session, each with its ``Turn.message``."""
         self._responses: OrderedDict[str, tuple[Message, ...]] = OrderedDict()
@@ -413,7 +396,7 @@ class Session:
         if is_last:
             self.close(SessionEnd.FEEDBACK)
 
-    def begin(self, request: InferenceRequest, attempt: Attempt) -> Sampling[Work]:
+    def begin(self, request: InferenceRequest, attempt: Attempt) -> Sampling:
         """Return the sampling that answers a request: a new one, or that of an earlier attempt.
 
         Call it on the server's loop, and call ``leave`` afterwards.
@@ -430,10 +413,10 @@ class Session:
         else:
             self._check_room(request, attempt)
             self._note(request)
-            work = Work(request=request, reply=self._loop.create_task(self._sample(request)))
-            sampling = self._samplings.begin(attempt, work)
+            reply = self._loop.create_task(self._sample(request))
+            sampling = self._samplings.begin(attempt, request, reply)
             self._num_sampling += request.num_turns
-            work.reply.add_done_callback(lambda _: self._ended(sampling))
+            reply.add_done_callback(lambda _: self._ended(sampling))
         sampling.num_waiting += 1
         return sampling
 
@@ -453,7 +436,7 @@ class Session:
         messages = self._history(request, is_continued=False)
         return self._agent.num_prompt_tokens(messages, request.tools or None, must_call=request.must_call)
 
-    def leave(self, sampling: Sampling[Work], *, is_delivered: bool) -> None:
+    def leave(self, sampling: Sampling, *, is_delivered: bool) -> None:
         """End a request's wait; ``is_delivered`` says whether its answer was written completely."""
         sampling.num_waiting -= 1
         sampling.is_delivered |= is_delivered
@@ -570,14 +553,14 @@ class Session:
             )
         return first + earlier + request.messages
 
-    def _ended(self, sampling: Sampling[Work]) -> None:
-        task = sampling.work.reply
-        self._num_sampling -= sampling.work.request.num_turns
+    def _ended(self, sampling: Sampling) -> None:
+        task = sampling.reply
+        self._num_sampling -= sampling.request.num_turns
         problem = None if task.cancelled() else task.exception()
         has_failed = task.cancelled() or problem is not None
         self._samplings.ended(sampling, has_failed=has_failed, now_s=self._loop.time())
         if task.cancelled():
-            self.counts.num_abandoned += sampling.work.request.num_turns
+            self.counts.num_abandoned += sampling.request.num_turns
         elif isinstance(problem, RequestError) and problem.status >= 500 and problem.may_retry:
             for _ in range(sampling.num_waiting):
                 self._samplings.refused(sampling.attempt)
@@ -587,14 +570,14 @@ class Session:
         for gone in self._samplings.expired(self._loop.time()):
             self._count_abandoned(gone)
 
-    def _count_abandoned(self, gone: Sampling[Work]) -> None:
+    def _count_abandoned(self, gone: Sampling) -> None:
         if gone.ended_s is not None and not gone.is_delivered:
-            self.counts.num_abandoned += gone.work.request.num_turns
+            self.counts.num_abandoned += gone.request.num_turns
 
     def _cancel(self) -> None:
         self._when_closed(self)
         for gone in self._samplings.clear():
-            gone.work.reply.cancel()
+            gone.reply.cancel()
             self._count_abandoned(gone)
 
 

@@ -19,10 +19,10 @@ from forgeasync.environments import (
     Difference,
     FamilyRenderer,
     Message,
-    ParsedTurn,
     PlainRenderer,
     TemplateRenderer,
     ToolSpec,
+    Turn,
     TurnMatch,
     assistant,
     check_renderer,
@@ -197,9 +197,7 @@ class Wrong(FamilyRenderer):
             return ids[1:] if last.finish_reason is FinishReason.LENGTH else ids
         return ids
 
-    def parse(
-        self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
-    ) -> ParsedTurn:
+    def parse(self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()) -> Turn:
         parsed = super().parse(before_ids, turn, tools)
         match self._fault:
             case "arguments lost":

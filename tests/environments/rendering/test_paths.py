@@ -27,8 +27,8 @@ from forgeasync.environments import (
     TurnMatch,
     assistant,
     call,
+    checked_message,
     compare,
-    message_of,
     other_tokens,
     random_dialogue,
     rendered_anew,
@@ -526,4 +526,4 @@ def test_a_message_of_a_turn_is_what_was_read_of_it() -> None:
     ids = renderer.answer_ids((user("x"),), said, TOOLS).tolist()
     before = renderer.added_ids(Conversation(turns={}), (user("x"),), TOOLS).tolist()
     parsed = renderer.parse(before, turn_of(tokenizer, tokenizer.decode(ids)), TOOLS)
-    assert message_of(parsed) == said
+    assert checked_message("a turn", parsed.message) == said

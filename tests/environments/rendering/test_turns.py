@@ -15,9 +15,9 @@ from forgeasync.environments import (
     MAX_VALUES,
     TOOLS,
     FamilyRenderer,
-    ParsedTurn,
     TemplateRenderer,
     ToolSpec,
+    Turn,
     sampled,
 )
 from forgeasync.rollouts import FinishReason, SampledTurn
@@ -43,7 +43,7 @@ DEEPSEEK_CALL = (
 )
 
 
-def read(family: str, text: str, *tools: ToolSpec, cut: bool = False) -> ParsedTurn:
+def read(family: str, text: str, *tools: ToolSpec, cut: bool = False) -> Turn:
     tokenizer = family_tokenizer(family)
     reason = FinishReason.LENGTH if cut else FinishReason.STOP
     return FamilyRenderer(tokenizer, family).parse(

@@ -63,7 +63,7 @@ async def ask(session: Session, messages: Sequence[Message]) -> InferenceResult:
     """One turn of a session, without HTTP."""
     sampling = session.begin(InferenceRequest(messages=tuple(messages), body={}), FIRST)
     try:
-        return await sampling.work.reply
+        return await sampling.reply
     finally:
         session.leave(sampling, is_delivered=True)
 

@@ -22,20 +22,20 @@ def attempt(body: str = "a", num_retries: int = 0, key: str | None = None) -> At
     return Attempt(digest=body.encode(), num_retries=num_retries, idempotency_key=key)
 
 
-def begin(samplings: Samplings[str], one: Attempt, work: str) -> Sampling[str]:
-    sampling = samplings.begin(one, work)
+def begin(samplings: Samplings, one: Attempt, request: Any = None) -> Sampling:
+    sampling = samplings.begin(one, request, reply=None)  # type: ignore[arg-type]
     sampling.num_waiting = 1
     return sampling
 
 
-def leave(sampling: Sampling[str], *, is_delivered: bool) -> None:
+def leave(sampling: Sampling, *, is_delivered: bool) -> None:
     sampling.num_waiting -= 1
     sampling.is_delivered |= is_delivered
 
 
 def test_what_is_kept_and_for_how_long() -> None:
-    samplings: Samplings[str] = Samplings(keep_s=10, max_kept=2)
-    all_ = [begin(samplings, attempt(str(index)), str(index)) for index in range(5)]
+    samplings = Samplings(keep_s=10, max_kept=2)
+    all_ = [begin(samplings, attempt(str(index))) for index in range(5)]
     for time_s, one in enumerate(all_[:4]):
         samplings.ended(one, has_failed=False, now_s=time_s)
     assert samplings.expired(100) == []  # Somebody waits for each.
@@ -56,15 +56,15 @@ def test_every_client_gets_a_turn_and_none_is_sampled_without_need(data: st.Data
 
     Each loss is noticed before the retry. Then every client ends with a turn that is its own.
     """
-    samplings: Samplings[int] = Samplings(keep_s=1e9, max_kept=10**6)
+    samplings = Samplings(keep_s=1e9, max_kept=10**6)
     for body in "ab":
-        begin(samplings, attempt(body, key=f"of nobody else {body}"), -1)
+        begin(samplings, attempt(body, key=f"of nobody else {body}"))
     bodies = data.draw(st.text("ab", min_size=1, max_size=6))
     num_clients = len(bodies)
     num_retries = [0] * num_clients
-    held: dict[int, Sampling[int]] = {}
+    held: dict[int, Sampling] = {}
     waiting = set(range(num_clients))
-    got: dict[int, int] = {}
+    got: dict[int, Any] = {}
     num_begun = 0
     for _ in range(60):
         if not waiting:
@@ -75,7 +75,7 @@ def test_every_client_gets_a_turn_and_none_is_sampled_without_need(data: st.Data
             if data.draw(st.booleans()):
                 leave(sampling, is_delivered=True)
                 waiting.remove(client)
-                got[client] = sampling.work
+                got[client] = sampling.request
             else:
                 leave(sampling, is_delivered=False)
                 num_retries[client] += 1
@@ -87,9 +87,10 @@ def test_every_client_gets_a_turn_and_none_is_sampled_without_need(data: st.Data
             num_retries[client] += 1
             continue
         if found is None:
-            found = samplings.begin(one, num_begun)
+            found = begin(samplings, one, num_begun)
             num_begun += 1
-        found.num_waiting += 1
+        else:
+            found.num_waiting += 1
         assert found.num_waiting == 1, "two clients wait for one turn"
         assert (found.attempt.digest, found.attempt.idempotency_key) == (one.digest, None)
         held[client] = found
