@@ -19,7 +19,7 @@ MAX_DEEP_IMPORTS = 68
 """Imports past a front, in tests, benchmarks and examples: they patch a module or use a private name. Lower
 this number when you remove one; never raise it."""
 
-MAX_NAMES_FOR_TESTS = 481
+MAX_NAMES_FOR_TESTS = 475
 """Names that only tests import from a front. Lower this number when you remove one; never raise it: test what
 other rooms can see."""
 
@@ -28,16 +28,16 @@ MAX_CODE = {
     "buffer": 2050,
     "config": 2657,
     "controller": 3817,
-    "environments": 6900,
+    "environments": 6835,
     "generator": 2795,
-    "isolation": 2525,
+    "isolation": 2495,
     "models": 1561,
     "observability": 2675,
     "planning": 2445,
     "plugins": 5515,
     "rollouts": 2145,
     "runtime": 6745,
-    "scoring": 2700,
+    "scoring": 2565,
     "trainer": 3890,
     "weights": 1320,
 }

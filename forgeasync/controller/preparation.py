@@ -43,7 +43,7 @@ from forgeasync.controller.resume import (
     resume_or_begin_anew,
     take_over,
 )
-from forgeasync.environments import build_source, check_environment, digest_of, look_at_data
+from forgeasync.environments import build_source, check_environment, digest_of, preview_data
 from forgeasync.files import SHARED_MEMORY
 from forgeasync.models import (
     check_checkpoint_shapes,
@@ -348,7 +348,7 @@ def check_plan(config: RunConfig) -> tuple[ModelFacts, str]:
     except ConfigError as error:
         problems += error.problems
     try:
-        look = look_at_data(config.data, seed=config.seed, sets=named_sets(config.evaluation))
+        look = preview_data(config.data, seed=config.seed, sets=named_sets(config.evaluation))
         looked_at = look.words
         if not any(".reward" in problem.field for problem in problems):
             problems += try_rewards(all_sources(config), look.first_tasks)

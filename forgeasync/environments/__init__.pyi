@@ -64,7 +64,7 @@ from .sources import SourceProblems as SourceProblems
 from .sources import TaskOrder as TaskOrder
 from .sources import build_source as build_source
 from .sources import digest_of as digest_of
-from .sources import look_at_data as look_at_data
+from .sources import preview_data as preview_data
 from .sources import sampling_seed as sampling_seed
 from .sources import weighted_order as weighted_order
 from .tools import TEMPLATE_FORM as TEMPLATE_FORM
@@ -103,7 +103,7 @@ from .episodes import episode_record as episode_record
 from .messages import checked_message as checked_message
 from .messages import is_same_message as is_same_message
 from .messages import lookup_key as lookup_key
-from .probes import Abilities as Abilities
+from .probes import TemplateFeatures as TemplateFeatures
 from .probes import Dialogue as Dialogue
 from .probes import TEXTS as TEXTS
 from .probes import TOOLS as TOOLS

@@ -29,9 +29,9 @@ from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec, check
 from forgeasync.environments.probes import (
     TEXTS,
     TOOLS,
-    Abilities,
     ConversationPath,
     Dialogue,
+    TemplateFeatures,
     assistant,
     call,
     fixed_dialogues,
@@ -177,10 +177,10 @@ def check_renderer(
     """Check ``renderer`` with the fixed and with ``num_random`` random conversations."""
     checker = _Checker(tokenizer, renderer, seed=seed)
     try:
-        abilities = checker.find_abilities()
+        features = checker.find_features()
     except (ValueError, _Contradiction) as error:
         return (CheckRow(name="a prompt is rendered", num_cases=1, contradiction=str(error)),)
-    dialogues = list(checker.dialogues(abilities, num_random))
+    dialogues = list(checker.dialogues(features, num_random))
     checks: tuple[tuple[str, Callable[[Dialogue], Sequence[str]]], ...] = (
         ("messages are only appended", checker.check_appended),
         ("what is appended is what rendering anew gives", checker.check_anew),
@@ -188,7 +188,7 @@ def check_renderer(
         ("a turn that was cut is continued", checker.check_cut),
         ("whatever a model writes is read", checker.check_hostile),
     )
-    rows = [CheckRow(name="what the format has", num_cases=1, notes=(_words(abilities),))]
+    rows = [CheckRow(name="what the format has", num_cases=1, notes=(_words(features),))]
     for name, check in checks:
         notes: Counter[str] = Counter()
         contradiction = None
@@ -214,14 +214,14 @@ def check_renderer(
     return tuple(rows)
 
 
-def _words(abilities: Abilities) -> str:
+def _words(features: TemplateFeatures) -> str:
     kinds = {
-        "system messages": abilities.system,
-        "reasoning": abilities.reasoning,
-        "tools": bool(abilities.tools),
-        "tool calls": abilities.calls,
-        "several tool calls in a turn": abilities.parallel_calls,
-        "text beside tool calls": abilities.text_beside_calls,
+        "system messages": features.system,
+        "reasoning": features.reasoning,
+        "tools": bool(features.tools),
+        "tool calls": features.calls,
+        "several tool calls in a turn": features.parallel_calls,
+        "text beside tool calls": features.text_beside_calls,
     }
     return ", ".join(f"{'' if has else 'no '}{kind}" for kind, has in kinds.items())
 
@@ -248,7 +248,7 @@ class _Checker:
             filter(self._keeps, ["".join(words[start : start + 3]) for start in range(0, len(words), 3)])
         )
 
-    def find_abilities(self) -> Abilities:
+    def find_features(self) -> TemplateFeatures:
         """Return what the format can express. Raises ValueError if it cannot render even a plain prompt."""
         prompt = (user("2 + 2 ="),)
         rendered_at_once(self._renderer, prompt, ())
@@ -261,7 +261,7 @@ class _Checker:
         # Some formats have tool calls, but cannot describe tools to the model. If a format describes tools,
         # its calls must be readable; otherwise they may be.
         calls = bool(tools) or self._reads_call(prompt, assistant("", ping))
-        return Abilities(
+        return TemplateFeatures(
             system=self._renders(({"role": "system", "content": "ok"}, *prompt)),
             reasoning=self._says(prompt, assistant("ok", reasoning=thought), thought),
             must_reason=self._decoded(rendered_at_once(self._renderer, prompt, ()))
@@ -273,16 +273,16 @@ class _Checker:
             text_beside_calls=calls and self._says(prompt, assistant(thought, ping), thought, tools),
         )
 
-    def dialogues(self, abilities: Abilities, num_random: int) -> Iterator[Dialogue]:
+    def dialogues(self, features: TemplateFeatures, num_random: int) -> Iterator[Dialogue]:
         """Yield the conversations that the format can express."""
         one, two = self._texts[0], self._texts[-1]
         yield Dialogue(name="one turn", messages=(user(one), assistant(two), user(one)))
         for dialogue in fixed_dialogues():
             has_turn = any(message["role"] == ASSISTANT for message in dialogue.messages)
-            if has_turn and _fits(dialogue, abilities) and all(map(self._keeps, _texts_of(dialogue))):
-                yield replace(dialogue, tools=abilities.tools if dialogue.tools else ())
+            if has_turn and _fits(dialogue, features) and all(map(self._keeps, _texts_of(dialogue))):
+                yield replace(dialogue, tools=features.tools if dialogue.tools else ())
         for _ in range(num_random):
-            yield random_dialogue(self._rng, abilities, self._texts)
+            yield random_dialogue(self._rng, features, self._texts)
 
     def check_appended(self, dialogue: Dialogue) -> Sequence[str]:
         """Check that the tokens after a turn do not depend on how the turn was tokenized."""
@@ -468,16 +468,16 @@ def _texts_of(dialogue: Dialogue) -> Iterator[str]:
             yield json.dumps(one["function"], ensure_ascii=False)
 
 
-def _fits(dialogue: Dialogue, abilities: Abilities) -> bool:
+def _fits(dialogue: Dialogue, features: TemplateFeatures) -> bool:
     calls = [message.get("tool_calls", ()) for message in dialogue.messages]
     thoughts = ["reasoning_content" in m for m in dialogue.messages if m["role"] == ASSISTANT]
     return (
-        (abilities.calls or not any(calls))
-        and (abilities.parallel_calls or all(len(some) < 2 for some in calls))
-        and (abilities.reasoning or not any(thoughts))
-        and (not abilities.must_reason or all(thoughts))
+        (features.calls or not any(calls))
+        and (features.parallel_calls or all(len(some) < 2 for some in calls))
+        and (features.reasoning or not any(thoughts))
+        and (not features.must_reason or all(thoughts))
         and (
-            abilities.text_beside_calls
+            features.text_beside_calls
             or not any(m["content"] and m.get("tool_calls") for m in dialogue.messages)
         )
     )

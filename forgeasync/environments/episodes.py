@@ -156,7 +156,7 @@ def has_failed(agents: Sequence[Participant]) -> bool:
     return any(agent.is_cancelled or agent.failure is not None for agent in agents)
 
 
-def judge_ending(
+def ending_of_episode(
     agents: Sequence[Participant],
     roles: Sequence[AgentRole],
     result: object,
@@ -462,7 +462,7 @@ class Episodes:
                 result, overdue = agent.failure, None
             elif agent.failure is not None:
                 raise agent.failure
-        ending, scores, problem = judge_ending(
+        ending, scores, problem = ending_of_episode(
             agents, self._roles, result, overdue, where, has_one_agent=self._has_one_agent
         )
         record = episode_record(task, agents, ending, scores, problem, artifacts) if keeps_record else None

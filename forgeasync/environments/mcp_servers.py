@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from forgeasync.config import HttpServer, McpServerSection, StdioServer
 from forgeasync.environments.environment import EpisodeInterrupted
 from forgeasync.environments.messages import ToolSpec
-from forgeasync.environments.tools import Tool, ToolFailed, ToolServerLost, forget
+from forgeasync.environments.tools import Tool, ToolFailed, ToolServerLost, retrieve_exception
 from forgeasync.observability import describe_error
 from forgeasync.processes import close_pipes, kill, marked_processes, own_mark
 
@@ -344,7 +344,7 @@ class Connection:
             await asyncio.wait([asking, self._owner], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             asking.cancel()
-            asking.add_done_callback(forget)
+            asking.add_done_callback(retrieve_exception)
         return asking
 
     async def close(self) -> None:
@@ -358,7 +358,7 @@ class Connection:
             if self._process is not None:
                 self._process.kill()
             self._owner.cancel()
-            self._owner.add_done_callback(forget)
+            self._owner.add_done_callback(retrieve_exception)
 
     async def _own(self, opened: "asyncio.Future[tuple[Client, tuple[ToolOfServer, ...]]]") -> None:
         async with contextlib.AsyncExitStack() as stack:

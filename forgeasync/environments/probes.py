@@ -45,7 +45,7 @@ class Dialogue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Abilities:
+class TemplateFeatures:
     """What a format can express in conversations."""
 
     system: bool
@@ -140,30 +140,30 @@ TEXTS = (
 )
 
 
-def random_dialogue(rng: random.Random, abilities: Abilities, texts: Sequence[str]) -> Dialogue:
-    """Return a random conversation within ``abilities``, of one to four turns of the model."""
-    has_calls = abilities.calls and rng.random() < 0.7
+def random_dialogue(rng: random.Random, features: TemplateFeatures, texts: Sequence[str]) -> Dialogue:
+    """Return a random conversation within ``features``, of one to four turns of the model."""
+    has_calls = features.calls and rng.random() < 0.7
     messages: list[Message] = []
-    if abilities.system and rng.random() < 0.5:
+    if features.system and rng.random() < 0.5:
         messages.append({"role": "system", "content": rng.choice(texts)})
     messages.append(user(rng.choice(texts)))
     num_calls = 0
     for _ in range(rng.randint(1, 4)):
-        thinks = abilities.must_reason or (abilities.reasoning and rng.random() < 0.6)
+        thinks = features.must_reason or (features.reasoning and rng.random() < 0.6)
         reasoning = rng.choice(texts) if thinks else None
         if not has_calls or rng.random() < 0.4:
             messages += [assistant(rng.choice(texts), reasoning=reasoning), user(rng.choice(texts))]
             continue
         calls = []
-        for _ in range(rng.randint(1, 3 if abilities.parallel_calls else 1)):
+        for _ in range(rng.randint(1, 3 if features.parallel_calls else 1)):
             calls.append(_random_call(rng, num_calls, texts))
             num_calls += 1
-        content = rng.choice(texts) if abilities.text_beside_calls and rng.random() < 0.5 else ""
+        content = rng.choice(texts) if features.text_beside_calls and rng.random() < 0.5 else ""
         messages.append(assistant(content, *calls, reasoning=reasoning))
         messages += [result(one["id"], rng.choice(texts)) for one in calls]
         if rng.random() < 0.3:
             messages.append(user(rng.choice(texts)))
-    tools = abilities.tools if has_calls else ()
+    tools = features.tools if has_calls else ()
     return Dialogue(name="a random conversation", messages=tuple(messages), tools=tools)
 
 

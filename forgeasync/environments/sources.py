@@ -160,7 +160,7 @@ class SplitSource:
 
 
 MAX_GENERATED = 20_000
-"""Maximum number of training problems, and of held-out ones, that ``look_at_data`` generates per source."""
+"""Maximum number of training problems, and of held-out ones, that ``preview_data`` generates per source."""
 
 
 def build_source(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = ()) -> SplitSource:
@@ -194,8 +194,8 @@ def build_source(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """Result of ``look_at_data``."""
+class DataPreview:
+    """Result of ``preview_data``."""
 
     words: str
     """Description of what was read or generated."""
@@ -203,7 +203,7 @@ class Look:
     """One problem of every checked source, by the source's name."""
 
 
-def look_at_data(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = ()) -> Look:
+def preview_data(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = ()) -> DataPreview:
     """Check the problems of all sources, at less cost than ``build_source``.
 
     Local files are read completely, and ``MAX_GENERATED`` limits the generated problems. Data sets of the hub
@@ -215,14 +215,14 @@ def look_at_data(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = 
     words: list[str] = []
     first_tasks: dict[str, Task] = {}
     for source in (*named_sources(data), *sets):
-        found, first = _look_at(source, seed)
+        found, first = _preview(source, seed)
         words.append(found)
         if first is not None:
             first_tasks[source.name] = first
-    return Look(words="; ".join(words), first_tasks=first_tasks)
+    return DataPreview(words="; ".join(words), first_tasks=first_tasks)
 
 
-def _look_at(source: NamedSource, seed: int) -> tuple[str, Task | None]:
+def _preview(source: NamedSource, seed: int) -> tuple[str, Task | None]:
     if isinstance(source.source, InstalledSource) and source.source.serves_people:
         return f"{source.source.kind}; people bring the tasks", None
     looked_at = dataclasses.replace(

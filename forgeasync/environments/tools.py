@@ -103,7 +103,7 @@ async def _call_on_thread(function: Callable[..., object], arguments: Mapping[st
     finally:
         if not ended.done():
             # Nothing waits for the result after this.
-            ended.add_done_callback(forget)
+            ended.add_done_callback(retrieve_exception)
             thread.cancel()
             kill(thread.processes())
             thread.interrupt()
@@ -156,7 +156,7 @@ def _text(result: object) -> str:
     return result if isinstance(result, str) else to_json(result, fallback=str).decode()
 
 
-def forget(ended: "asyncio.Future[Any]") -> None:
+def retrieve_exception(ended: "asyncio.Future[Any]") -> None:
     """Retrieve the exception of a future, so that asyncio does not warn that it was never retrieved."""
     if not ended.cancelled():
         ended.exception()
@@ -240,7 +240,7 @@ class Toolbox:
                 running.cancel()
         if not running.done():
             await asyncio.wait([running], timeout=CLEAN_UP_S)
-            running.add_done_callback(forget)
+            running.add_done_callback(retrieve_exception)
             status, text = ToolStatus.TIMEOUT, f"Error: the call took longer than {limit_s:g} s"
         elif running.cancelled():
             status, text = ToolStatus.FAILED, "Error: the call has cancelled itself"

@@ -79,7 +79,7 @@ def dry_run_report(
         config: The checked config.
         facts: Shape of the model.
         shape_from: The config.json that ``facts`` were read from.
-        looked_at: Message about the data that were checked, from ``environments.look_at_data``.
+        looked_at: Message about the data that were checked, from ``environments.preview_data``.
         gpu_bytes: Memory of a GPU; default ``GPU_GIB``.
     """
     is_assumed = _needs_hosts(config)

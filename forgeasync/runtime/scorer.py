@@ -36,7 +36,7 @@ from forgeasync.scoring import (
     RewardPool,
     RewardUnavailable,
     VerifierPool,
-    all_of,
+    gather_or_cancel,
     is_limited,
     verifier_choice,
     weighted_score,
@@ -172,7 +172,7 @@ class RunRewards:
             ValueError: the rewards of a list cannot be combined; names the task and the rollout.
         """
         rewards, members = self._of_source[task.source]
-        of_rewards = await all_of(member.score(task, responses, first) for member in members)
+        of_rewards = await gather_or_cancel(member.score(task, responses, first) for member in members)
         scores = []
         for index, of_response in enumerate(zip(*of_rewards, strict=True), first):
             try:

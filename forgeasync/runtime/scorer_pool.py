@@ -41,7 +41,7 @@ from forgeasync.runtime.supervised import (
     diagnose_hang,
     spawn_local,
 )
-from forgeasync.scoring import Assignment, Dispatcher, Fate, Judge, is_limited
+from forgeasync.scoring import Assignment, Dispatcher, DispatchOutcome, Judge, is_limited
 from forgeasync.waiting import Monitor, forget
 
 logger = logging.getLogger(__name__)
@@ -323,12 +323,12 @@ class ScoreQueue:
             tries = "1 attempt" if num == 1 else f"{num} attempts, the last"
             job.problem = f"was not scored in {tries}: {reason}"
             fate = dispatch.failed(assignment, self._clock())
-            if fate is not Fate.DISCARDED:
+            if fate is not DispatchOutcome.DISCARDED:
                 logger.warning("an attempt to score %s failed: %s", job.name, reason)
         # The caller may have been cancelled in this step of the event loop.
-        if fate is Fate.SCORED and not job.result.done():
+        if fate is DispatchOutcome.SCORED and not job.result.done():
             job.result.set_result(scores)
-        elif fate is Fate.GIVEN_UP:
+        elif fate is DispatchOutcome.GIVEN_UP:
             self._give_up(job)
         self._dispatch.change(lambda dispatch: None)
         self._pump()

@@ -1,12 +1,12 @@
 from .dispatch import Assignment as Assignment
 from .dispatch import Dispatcher as Dispatcher
-from .dispatch import Fate as Fate
+from .dispatch import DispatchOutcome as DispatchOutcome
 from .endpoints import RewardUnavailable as RewardUnavailable
 from .filtering import GroupFiltering as GroupFiltering
 from .judge import Judge as Judge
 from .limited import Limited as Limited
 from .limited import OneReward as OneReward
-from .limited import all_of as all_of
+from .limited import gather_or_cancel as gather_or_cancel
 from .limited import is_limited as is_limited
 from .limited import weighted_score as weighted_score
 from .process_rewards import ProcessRewardPool as ProcessRewardPool

@@ -23,7 +23,7 @@ from enum import StrEnum
 from forgeasync.config import ScorerSection
 
 
-class Fate(StrEnum):
+class DispatchOutcome(StrEnum):
     """Outcome of a result for the assigned item."""
 
     SCORED = "scored"
@@ -141,17 +141,17 @@ class Dispatcher:
         due = (self._items[item].ready_s for item in self._waiting)
         return min((ready_s for ready_s in due if ready_s > now_s), default=None)
 
-    def scored(self, assignment: Assignment) -> Fate:
+    def scored(self, assignment: Assignment) -> DispatchOutcome:
         """Record that the item has its scores."""
         if not self._is_current(assignment):
-            return Fate.DISCARDED
+            return DispatchOutcome.DISCARDED
         self._end(assignment.item)
-        return Fate.SCORED
+        return DispatchOutcome.SCORED
 
-    def failed(self, assignment: Assignment, now_s: float) -> Fate:
+    def failed(self, assignment: Assignment, now_s: float) -> DispatchOutcome:
         """Record that the replica returned no scores, which counts as an attempt."""
         if not self._is_current(assignment):
-            return Fate.DISCARDED
+            return DispatchOutcome.DISCARDED
         self._counts["num_failed"] += 1
         item = self._items[assignment.item]
         item.num_failed += 1
@@ -160,13 +160,13 @@ class Dispatcher:
             return self._give_up(assignment.item)
         return self._again(assignment.item, now_s + self._retry_wait_s * 2 ** (item.num_failed - 1))
 
-    def deferred(self, assignment: Assignment, now_s: float, retry_after_s: float) -> Fate:
+    def deferred(self, assignment: Assignment, now_s: float, retry_after_s: float) -> DispatchOutcome:
         """Record that the item's reward is unavailable, which does not count as an attempt.
 
         The item is given up after ``scorer.max_unavailable_s``.
         """
         if not self._is_current(assignment):
-            return Fate.DISCARDED
+            return DispatchOutcome.DISCARDED
         self._counts["num_deferred"] += 1
         item = self._items[assignment.item]
         if item.deferred_since_s is None:
@@ -175,10 +175,10 @@ class Dispatcher:
             return self._give_up(assignment.item)
         return self._again(assignment.item, now_s + retry_after_s)
 
-    def lost(self, assignment: Assignment, now_s: float) -> Fate:
+    def lost(self, assignment: Assignment, now_s: float) -> DispatchOutcome:
         """Record that the replica was lost before it returned a result; does not count as an attempt."""
         if not self._is_current(assignment):
-            return Fate.DISCARDED
+            return DispatchOutcome.DISCARDED
         self._counts["num_lost"] += 1
         item = self._items[assignment.item]
         item.num_lost += 1
@@ -194,7 +194,7 @@ class Dispatcher:
         for number in sorted(replica.items, reverse=True):
             assignment = self._items[number].current
             assert assignment is not None
-            if self.lost(assignment, now_s) is Fate.GIVEN_UP:
+            if self.lost(assignment, now_s) is DispatchOutcome.GIVEN_UP:
                 given_up.append(number)
         return tuple(given_up)
 
@@ -245,18 +245,18 @@ class Dispatcher:
             self._replicas[item.current.replica].suspects.discard(number)
             item.current = None
 
-    def _again(self, number: int, ready_s: float) -> Fate:
+    def _again(self, number: int, ready_s: float) -> DispatchOutcome:
         self._counts["num_retried"] += 1
         self._leave(number)
         self._items[number].ready_s = ready_s
         # Before the other waiting items, because it arrived earlier.
         self._waiting = {number: None} | self._waiting
-        return Fate.AGAIN
+        return DispatchOutcome.AGAIN
 
-    def _give_up(self, number: int) -> Fate:
+    def _give_up(self, number: int) -> DispatchOutcome:
         self._counts["num_given_up"] += 1
         self._end(number)
-        return Fate.GIVEN_UP
+        return DispatchOutcome.GIVEN_UP
 
     def _end(self, number: int) -> None:
         self._leave(number)

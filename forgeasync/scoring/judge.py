@@ -219,7 +219,7 @@ DEFAULT_CONCURRENT = 64
 RETRY_WAIT_S = 0.5
 """Seconds before a verdict is requested again; doubles with every further request."""
 
-LONGEST_WAIT_HERE_S = 5.0
+MAX_WAIT_S = 5.0
 """Maximum wait in seconds within the scorer; a response that must wait longer frees its place."""
 
 
@@ -241,7 +241,7 @@ class Judge:
             section,
             num_replicas=num_replicas,
             name=self._name,
-            longest_wait_s=LONGEST_WAIT_HERE_S,
+            longest_wait_s=MAX_WAIT_S,
             default_concurrent=DEFAULT_CONCURRENT,
             clock=clock,
         )
@@ -259,7 +259,7 @@ class Judge:
     def longest_s(self) -> float:
         """Maximum duration of a call of ``score`` for one response, in seconds."""
         section = self._section
-        waits_s = 2 * LONGEST_WAIT_HERE_S + section.limit_s
+        waits_s = 2 * MAX_WAIT_S + section.limit_s
         rounds = -(-section.num_votes // DEFAULT_CONCURRENT)
         return section.max_attempts * waits_s * rounds
 
@@ -368,7 +368,7 @@ class Judge:
         last: Exception | None = None
         for attempt in range(self._section.max_attempts):
             if attempt:
-                await asyncio.sleep(min(LONGEST_WAIT_HERE_S, self._retry_wait_s * 2 ** (attempt - 1)))
+                await asyncio.sleep(min(MAX_WAIT_S, self._retry_wait_s * 2 ** (attempt - 1)))
             async with self._limits.inside():
                 wait_s = self._breaker.begin(self._clock())
                 if wait_s is not None:

@@ -110,7 +110,7 @@ class OneReward(Protocol):
         ...
 
 
-async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results of all calls; the first error cancels the others."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
@@ -164,7 +164,7 @@ class Limited:
         if self._is_whole:
             return await self._call(task, responses, first)
         calls = (self._call(task, [one], index) for index, one in enumerate(responses, first))
-        return tuple(score for scores in await all_of(calls) for score in scores)
+        return tuple(score for scores in await gather_or_cancel(calls) for score in scores)
 
     async def _call(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]:
         for attempt in range(1, self._max_attempts + 1):

@@ -275,7 +275,7 @@ def _problem_of_tokenizer(section: ProcessRewardModel, task: Task | None, field:
 
 logger = logging.getLogger(__name__)
 
-AGAIN_S = 2.0
+RETRY_AFTER_S = 2.0
 """Seconds after which a retry makes sense while an engine is being started."""
 
 
@@ -333,7 +333,9 @@ class ProcessRewardPool:
         try:
             scores = self._process.call(task, responses)
         except ProcessKilled:
-            raise RewardUnavailable(f"{where}: its engine was killed over another call", AGAIN_S) from None
+            raise RewardUnavailable(
+                f"{where}: its engine was killed over another call", RETRY_AFTER_S
+            ) from None
         except RewardFailure as error:
             kind = RewardTimeout if isinstance(error, RewardTimeout) else RewardFailure
             raise kind(f"{where}: {error}") from None
@@ -356,7 +358,7 @@ class ProcessRewardPool:
                 logger.warning("the engine of reward %r is gone; another one is started", self._name)
                 self._starting = threading.Thread(target=self._start_again, name="step engine", daemon=True)
                 self._starting.start()
-        raise RewardUnavailable(f"{where}: its engine is being started again", AGAIN_S)
+        raise RewardUnavailable(f"{where}: its engine is being started again", RETRY_AFTER_S)
 
     def _start_again(self) -> None:
         failure = None

@@ -27,7 +27,7 @@ STARTUP_LIMIT_S = 120.0
 GRACE_S = 1.0
 """Seconds that a process has to cancel a coroutine at its limit before the parent kills it."""
 
-CALLS_SIDE_BY_SIDE = 64
+MAX_CONCURRENT_CALLS = 64
 """Maximum number of concurrent calls of a coroutine in each process."""
 
 MAX_KILLED = 3
@@ -290,11 +290,11 @@ class RewardPool:
         """
         with ThreadPoolExecutor(len(self._processes)) as threads:
             (is_async, *_) = threads.map(RewardProcess.start, self._processes)
-        calls_at_once = CALLS_SIDE_BY_SIDE if is_async else 1
+        calls_at_once = MAX_CONCURRENT_CALLS if is_async else 1
         self.num_places = calls_at_once * len(self._processes)
         for process in self._processes * calls_at_once:
             self._places.put(process)
-        how = f"up to {CALLS_SIDE_BY_SIDE} calls" if is_async else "one call"
+        how = f"up to {MAX_CONCURRENT_CALLS} calls" if is_async else "one call"
         return f"{len(self._processes)} processes run reward {self._name!r}, {how} at a time each"
 
     def score(self, task: Task, responses: Sequence[Response], rollouts: str) -> tuple[Score, ...]:

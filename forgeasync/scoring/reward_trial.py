@@ -24,7 +24,7 @@ from forgeasync.scoring.process_rewards import problem_of_model
 from forgeasync.scoring.reward_pool import RewardFailure, RewardProcess
 from forgeasync.scoring.verifier_pool import check_isolation
 
-MADE_UP_TEXT = "0"
+TRIAL_TEXT = "0"
 """Text of the made-up response to a task without a reference; otherwise the text is the reference."""
 
 
@@ -74,7 +74,7 @@ def _problem_of_python(reward: PythonReward, task: Task | None, field: str) -> P
     try:
         process.start()
         if task is not None:
-            response = Response(task.answer or MADE_UP_TEXT, 1, FinishReason.STOP)
+            response = Response(task.answer or TRIAL_TEXT, 1, FinishReason.STOP)
             num_responses = 2 if reward.scores is ScoredUnit.GROUP else 1
             process.call(task, [response] * num_responses)
     except ValueError as error:
@@ -95,7 +95,7 @@ def _problem_of_judge(reward: JudgeReward, task: Task | None, field: str) -> Pro
         return Problem(field=f"{field}.rubric_file", value=reward.rubric_file, remedy=str(error))
     if task is None:
         task = Task(task_id="made up", prompt="1 + 1 = ?", answer="2", source_index=0, source="made up")
-    text = task.answer or MADE_UP_TEXT
+    text = task.answer or TRIAL_TEXT
 
     async def ask() -> None:
         async with contextlib.aclosing(EndpointClient(reward)) as client:

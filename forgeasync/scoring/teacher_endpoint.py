@@ -31,7 +31,7 @@ FIXED_BYTES = 1 << 16
 STANDS_FOR_MINUS_INFINITY = -9999.0
 """Value that vLLM's server writes for minus infinity, which JSON cannot represent."""
 
-AGAIN_S = 1.0
+RETRY_AFTER_S = 1.0
 """Seconds until an endpoint that does not answer is tried again, if it gives no Retry-After."""
 
 
@@ -94,7 +94,7 @@ class TeacherClient:
             return await self._client.read(reply, max_bytes=largest)
         except EndpointDown as error:
             reason = f"{self._where}: {error.reason}"
-            raise RewardUnavailable(reason, error.retry_after_s or AGAIN_S) from None
+            raise RewardUnavailable(reason, error.retry_after_s or RETRY_AFTER_S) from None
         except EndpointRefuses as error:
             raise TeacherRefuses(f"{self._where}: {error.reason}") from None
         except ReplyTooLong:

@@ -20,7 +20,7 @@ from tokenizers import processors
 
 from forgeasync.config import AnswerPart, DataSection, PythonReward, ScorerSection, load_config, named_sources
 from forgeasync.controller import check_plan
-from forgeasync.environments import build_source, digest_of, final_answer, look_at_data
+from forgeasync.environments import build_source, digest_of, final_answer, preview_data
 from forgeasync.rollouts import PromptEncoder, Task
 from forgeasync.schema import ConfigError
 from forgeasync.scoring import ProblemDiffers, VerifierPool, verifier_choice
@@ -351,18 +351,18 @@ class TestLook:
     """What --dry-run does about data."""
 
     def test_generated_problems_are_tried(self) -> None:
-        assert look_at_data(sums(), seed=0).words == "chain_sum; all 20 and 10 were generated now"
+        assert preview_data(sums(), seed=0).words == "chain_sum; all 20 and 10 were generated now"
         with pytest.raises(ConfigError, match=r"data\.num_held_out = 300"):
-            look_at_data(sums(num_held_out=300), seed=0)
+            preview_data(sums(num_held_out=300), seed=0)
         options = {"min_terms": 2, "max_terms": 9}
         many = sums(num_train=10_000_000, options=options)
-        assert look_at_data(many, seed=0).words == "chain_sum; the first 20,000 and 10 were generated now"
+        assert preview_data(many, seed=0).words == "chain_sum; the first 20,000 and 10 were generated now"
 
     def test_local_files_are_read_and_the_hub_is_left_alone(self, jsonl: Path) -> None:
-        assert look_at_data(records(jsonl), seed=0).words == f"{jsonl}; read now, and drawn"
-        assert "not looked at" in look_at_data(records("nobody/no-such-set"), seed=0).words
+        assert preview_data(records(jsonl), seed=0).words == f"{jsonl}; read now, and drawn"
+        assert "not looked at" in preview_data(records("nobody/no-such-set"), seed=0).words
         with pytest.raises(ConfigError, match=r"answer_field"):
-            look_at_data(records(jsonl, answer_field="gone"), seed=0)
+            preview_data(records(jsonl, answer_field="gone"), seed=0)
 
     def test_a_plan_is_refused_for_its_data_too(self, jsonl: Path) -> None:
         source = f"{{kind: huggingface, path: {jsonl}, question_field: prompt.0.content, answer_field: gone}}"

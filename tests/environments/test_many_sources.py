@@ -19,7 +19,7 @@ from forgeasync.environments import (
     WeightedOrder,
     build_source,
     json_like,
-    look_at_data,
+    preview_data,
     weighted_order,
 )
 from forgeasync.rollouts import Task
@@ -108,7 +108,7 @@ class TestSeveral:
 
     def test_a_source_without_held_out_problems_is_looked_at(self) -> None:
         entries = [{"source": SUMS, "num_held_out": 4}, {"source": own("counting"), "name": "own"}]
-        found = look_at_data(section(sources=entries, num_held_out=0), seed=0)
+        found = preview_data(section(sources=entries, num_held_out=0), seed=0)
         assert "own" not in found.first_tasks and len(found.first_tasks) == 1
 
     def test_rewards_are_the_entrys_the_sections_or_the_sources_own(self) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from forgeasync.config import ScorerSection
-from forgeasync.scoring import Assignment, Dispatcher, Fate
+from forgeasync.scoring import Assignment, Dispatcher, DispatchOutcome
 
 NUM_REPLICAS = 3
 SECTION = ScorerSection(max_in_flight=4, max_queued=6, max_attempts=2, max_lost=4, max_unavailable_s=5.0)
@@ -40,14 +40,14 @@ class Scoring(RuleBasedStateMachine):
         self.current: dict[int, Assignment] = {}
         self.stale: list[Assignment] = []
         self.open: set[int] = set()
-        self.ended: dict[int, Fate] = {}
+        self.ended: dict[int, DispatchOutcome] = {}
         self.failures, self.losses = Counter[int](), Counter[int]()
         self.num_discarded = 0
 
-    def note(self, assignment: Assignment, fate: Fate) -> None:
-        assert fate is not Fate.DISCARDED, "it was current"
+    def note(self, assignment: Assignment, fate: DispatchOutcome) -> None:
+        assert fate is not DispatchOutcome.DISCARDED, "it was current"
         self.stale.append(self.current.pop(assignment.item))
-        if fate is not Fate.AGAIN:
+        if fate is not DispatchOutcome.AGAIN:
             assert assignment.item not in self.ended, "it ends once"
             self.ended[assignment.item] = fate
             self.open.discard(assignment.item)
@@ -75,11 +75,11 @@ class Scoring(RuleBasedStateMachine):
         match answer:
             case "scored":
                 fate = self.dispatcher.scored(one)
-                assert fate is Fate.SCORED
+                assert fate is DispatchOutcome.SCORED
             case "failed":
                 self.failures[one.item] += 1
                 fate = self.dispatcher.failed(one, self.now_s)
-                assert (fate is Fate.GIVEN_UP) == (self.failures[one.item] == SECTION.max_attempts)
+                assert (fate is DispatchOutcome.GIVEN_UP) == (self.failures[one.item] == SECTION.max_attempts)
             case _:
                 fate = self.dispatcher.deferred(one, self.now_s, 1.0)
         self.note(one, fate)
@@ -89,7 +89,11 @@ class Scoring(RuleBasedStateMachine):
     def answer_late(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from(self.stale))
         self.num_discarded += 2
-        assert self.dispatcher.scored(one) is self.dispatcher.failed(one, self.now_s) is Fate.DISCARDED
+        assert (
+            self.dispatcher.scored(one)
+            is self.dispatcher.failed(one, self.now_s)
+            is DispatchOutcome.DISCARDED
+        )
 
     @rule(rank=st.integers(0, NUM_REPLICAS - 1))
     def lose_or_replace(self, rank: int) -> None:
@@ -104,7 +108,7 @@ class Scoring(RuleBasedStateMachine):
             self.losses[one.item] += 1
             is_over = self.losses[one.item] == SECTION.max_lost
             assert (one.item in given_up) == is_over
-            self.note(one, Fate.GIVEN_UP if is_over else Fate.AGAIN)
+            self.note(one, DispatchOutcome.GIVEN_UP if is_over else DispatchOutcome.AGAIN)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -165,10 +169,10 @@ def test_a_lost_replica_gives_its_items_to_the_others_and_its_late_answers_do_no
     lost = [one for one in before if one.replica == 0]
     assert [one.item for one in again] == [one.item for one in lost]
     assert {one.replica for one in again} == {1}
-    assert dispatcher.scored(again[0]) is Fate.SCORED
-    assert [dispatcher.scored(one) for one in lost] == [Fate.DISCARDED, Fate.DISCARDED]
-    assert dispatcher.failed(lost[1], 0.0) is Fate.DISCARDED
-    assert dispatcher.scored(again[1]) is Fate.SCORED
+    assert dispatcher.scored(again[0]) is DispatchOutcome.SCORED
+    assert [dispatcher.scored(one) for one in lost] == [DispatchOutcome.DISCARDED, DispatchOutcome.DISCARDED]
+    assert dispatcher.failed(lost[1], 0.0) is DispatchOutcome.DISCARDED
+    assert dispatcher.scored(again[1]) is DispatchOutcome.SCORED
 
 
 def test_waits_before_further_attempts_double() -> None:
@@ -177,12 +181,12 @@ def test_waits_before_further_attempts_double() -> None:
     now_s = 0.0
     for wait_s in (0.25, 0.5, 1.0):
         (one,) = assigned(dispatcher, now_s)
-        assert dispatcher.failed(one, now_s) is Fate.AGAIN
+        assert dispatcher.failed(one, now_s) is DispatchOutcome.AGAIN
         assert dispatcher.next_due_s(now_s) == now_s + wait_s
         assert assigned(dispatcher, now_s + 0.9 * wait_s) == []
         now_s += wait_s
     (one,) = assigned(dispatcher, now_s)
-    assert dispatcher.failed(one, now_s) is Fate.GIVEN_UP
+    assert dispatcher.failed(one, now_s) is DispatchOutcome.GIVEN_UP
     assert dispatcher.counts.num_retried == 3 and dispatcher.counts.num_given_up == 1
 
 
@@ -191,33 +195,33 @@ def test_what_is_not_available_costs_no_attempt_until_it_has_stayed_away_for_too
     submitted(dispatcher, 1)
     for now_s in (0.0, 20.0, 40.0, 59.0):
         (one,) = assigned(dispatcher, now_s)
-        assert dispatcher.deferred(one, now_s, 1.0) is Fate.AGAIN
+        assert dispatcher.deferred(one, now_s, 1.0) is DispatchOutcome.AGAIN
     (one,) = assigned(dispatcher, 60.0)
-    assert dispatcher.deferred(one, 60.0, 1.0) is Fate.GIVEN_UP
+    assert dispatcher.deferred(one, 60.0, 1.0) is DispatchOutcome.GIVEN_UP
 
 
 def test_one_that_ends_replicas_is_found_out_and_others_are_not_given_up() -> None:
     """Item 5 of 16 ends every replica that has it; all of the others are scored."""
     dispatcher = make(2, max_in_flight=16, max_lost=6)
     items = submitted(dispatcher, 16)
-    fates: dict[int, Fate] = {}
+    fates: dict[int, DispatchOutcome] = {}
     for _ in range(100):
         current = assigned(dispatcher)
         killer = next((one for one in current if one.item == 5), None)
         if killer is not None:
-            fates |= dict.fromkeys(dispatcher.replica_down(killer.replica, 0.0), Fate.GIVEN_UP)
+            fates |= dict.fromkeys(dispatcher.replica_down(killer.replica, 0.0), DispatchOutcome.GIVEN_UP)
             dispatcher.replica_up(killer.replica)
         for one in current:
             if killer is None or one.replica != killer.replica:
                 fates[one.item] = dispatcher.scored(one)
-    assert fates.pop(5) is Fate.GIVEN_UP
-    assert fates == dict.fromkeys(set(items) - {5}, Fate.SCORED)
+    assert fates.pop(5) is DispatchOutcome.GIVEN_UP
+    assert fates == dict.fromkeys(set(items) - {5}, DispatchOutcome.SCORED)
 
 
 def test_what_is_deferred_holds_up_no_other() -> None:
     dispatcher = make(max_in_flight=1, max_unavailable_s=60.0)
     submitted(dispatcher, 2)
     (away,) = assigned(dispatcher)
-    assert dispatcher.deferred(away, 0.0, 1.0) is Fate.AGAIN
+    assert dispatcher.deferred(away, 0.0, 1.0) is DispatchOutcome.AGAIN
     (other,) = assigned(dispatcher)
-    assert other.item != away.item and dispatcher.scored(other) is Fate.SCORED
+    assert other.item != away.item and dispatcher.scored(other) is DispatchOutcome.SCORED

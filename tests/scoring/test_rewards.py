@@ -23,7 +23,7 @@ from forgeasync.config import (
     named_sets,
     named_sources,
 )
-from forgeasync.environments import Response, look_at_data
+from forgeasync.environments import Response, preview_data
 from forgeasync.processes import is_running
 from forgeasync.rollouts import (
     MAX_FEEDBACK_CHARS,
@@ -305,7 +305,7 @@ class TestTrial:
     def problems(self, *overrides: str) -> list[str]:
         config = minimal_config(*overrides)
         sets = named_sets(config.evaluation)
-        first_tasks = look_at_data(config.data, seed=0, sets=sets).first_tasks
+        first_tasks = preview_data(config.data, seed=0, sets=sets).first_tasks
         return [str(one) for one in try_rewards((*named_sources(config.data), *sets), first_tasks)]
 
     @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ def read_body(body: Mapping[str, Any], kind: type[FieldsT]) -> tuple[FieldsT, di
         raise _refusal(body, kind, str(error)) from None
     ignored: set[str] = set()
     unknown: dict[str, None] = {}
-    for name, is_known in _given_in_vain(body, read, ""):
+    for name, is_known in _fields_without_effect(body, read, ""):
         if is_known:
             ignored.add(name)
         elif len(unknown) <= MAX_UNKNOWN_NAMES:
@@ -313,7 +313,7 @@ def _json_object(kind: type, value: object) -> object:
     return kind(value)
 
 
-def _given_in_vain(given: Any, read: object, where: str) -> Iterator[tuple[str, bool]]:
+def _fields_without_effect(given: Any, read: object, where: str) -> Iterator[tuple[str, bool]]:
     """Yield the path of each given field that has no effect, and whether the API has such a field.
 
     Raises:
@@ -321,7 +321,7 @@ def _given_in_vain(given: Any, read: object, where: str) -> Iterator[tuple[str, 
     """
     if isinstance(read, list):
         for index, one in enumerate(read):
-            yield from _given_in_vain(given[index], one, f"{where}[{index}]")
+            yield from _fields_without_effect(given[index], one, f"{where}[{index}]")
     if not isinstance(read, Fields):
         return
     kind = type(read)
@@ -343,7 +343,7 @@ def _given_in_vain(given: Any, read: object, where: str) -> Iterator[tuple[str, 
         elif name not in attributes and name not in kind.without_effect:
             yield _without_indices(path), False
         if name in attributes:
-            yield from _given_in_vain(value, getattr(read, attributes[name]), path)
+            yield from _fields_without_effect(value, getattr(read, attributes[name]), path)
 
 
 def _without_indices(path: str) -> str:

@@ -14,7 +14,6 @@ from forgeasync.environments import (
     ASSISTANT,
     TEXTS,
     TOOLS,
-    Abilities,
     BridgeRefused,
     Conversation,
     Difference,
@@ -22,6 +21,7 @@ from forgeasync.environments import (
     Message,
     PlainRenderer,
     RenderedAnew,
+    TemplateFeatures,
     TemplateRenderer,
     ToolSpec,
     TurnMatch,
@@ -52,7 +52,7 @@ from tests.support.chat import (
 from tests.support.chat_families import TEMPLATES, family_tokenizer
 from tests.support.conversations import Talk, turn_of
 
-ALL = Abilities(
+ALL = TemplateFeatures(
     system=True,
     reasoning=True,
     must_reason=False,
@@ -61,7 +61,7 @@ ALL = Abilities(
     parallel_calls=True,
     text_beside_calls=True,
 )
-ABILITIES = {
+FEATURES = {
     "qwen3": ALL,
     "qwen3.5": replace(ALL, must_reason=True),
     "llama-3": replace(ALL, reasoning=False, parallel_calls=False, text_beside_calls=False),
@@ -95,12 +95,12 @@ def talk_begun(family: str = "qwen3", tools: Sequence[ToolSpec] = ()) -> Talk:
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_paths_of_random_conversations(family: str, seeds: range) -> None:
     """Tokens are those that were received and made; decoded, they are what the template renders."""
-    tokenizer, renderer, abilities = family_tokenizer(family), make_renderer(family), ABILITIES[family]
+    tokenizer, renderer, features = family_tokenizer(family), make_renderer(family), FEATURES[family]
     template = TemplateRenderer(tokenizer, DATE if family == "llama-3" else {})
     found: set[TurnMatch] = set()
     for seed in seeds:
         rng = random.Random(seed)
-        dialogue = random_dialogue(rng, abilities, TEXTS)
+        dialogue = random_dialogue(rng, features, TEXTS)
         retokenized = other_tokens(tokenizer, rng)
         talk = Talk(renderer, tokenizer, dialogue.tools)
         heard: list[object] = []
@@ -317,7 +317,7 @@ def test_random_histories(family: str) -> None:
     tokenizer, renderer = family_tokenizer(family), make_renderer(family)
     for seed in range(15):
         rng = random.Random(seed)
-        dialogue = random_dialogue(rng, ABILITIES[family], TEXTS)
+        dialogue = random_dialogue(rng, FEATURES[family], TEXTS)
         walked = walk(renderer, tokenizer, dialogue, other_tokens(tokenizer, rng))
         turns = {step.index: step.turn for step in walked.steps}
         same = rendered_anew(renderer, dialogue.messages, turns, dialogue.tools)

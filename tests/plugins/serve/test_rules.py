@@ -16,7 +16,7 @@ from forgeasync.environments import (
     build_source,
     check_address,
     check_environment,
-    look_at_data,
+    preview_data,
 )
 from forgeasync.schema import ConfigError, PythonCode
 from tests.support.config_samples import CONFIGS, minimal_config
@@ -185,4 +185,4 @@ def test_nobody_comes_to_a_rehearsal_or_an_evaluation(served: RunConfig, tmp_pat
 def test_tasks_stand_for_people(served: RunConfig) -> None:
     source = build_source(served.data, seed=0)
     assert [task.task_id for task in source.train] == ["served/0"] and not source.held_out
-    assert "people bring the tasks" in look_at_data(served.data, seed=0).words
+    assert "people bring the tasks" in preview_data(served.data, seed=0).words
