@@ -23,7 +23,7 @@ from forgeasync.files import RUN_MARK
 from forgeasync.processes import is_running
 from forgeasync.rollouts import ToolStatus
 from forgeasync.testing import HandTime
-from tests.support.processes import free_port
+from tests.support.processes import free_port, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -111,9 +111,15 @@ def test_a_process_that_a_server_leaves_behind_holds_no_pipes_of_ours(tmp_path: 
     leave = f"(setsid env -i sh -c 'echo $$ > {left}; exec sleep 600' &)"
     stdio = StdioServer(command=("sh", "-c", f"{leave}; exec {server}"), env=STDIO.env)
 
+    def sleeps() -> bool:
+        """Whether the process has left the server's session and environment, and is what it stays."""
+        pid = left.read_text().strip() if left.exists() else ""
+        return bool(pid) and Path(f"/proc/{pid}/comm").read_text().strip() == "sleep"
+
     async def conversation() -> None:
         async with tools_of({"tests": stdio}) as call:
             assert (await call("remember", word="a")).content == "a"
+            wait_until(sleeps)
 
     # What earlier tests left open is theirs.
     gc.collect()
