@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.config import GeneratorSection, ParallelSection, SamplingSection
+from forgeasync.config import ActivationCheckpointing, GeneratorSection, ParallelSection, SamplingSection
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import NO_RECORD, CaptureSpec, Rollout
 from forgeasync.trainer import MismatchTooLarge, PackedRow, TrainingSequence, pack_row
@@ -94,6 +94,8 @@ def _step(
         ParallelSection(num_procs=world_size),
         tokens_per_row=2048,
         share_prefixes=share,
+        # Recomputed layers are those of the trainer.
+        activation_checkpointing=ActivationCheckpointing.NONE if share else ActivationCheckpointing.FULL,
         temperature=temperature,
         is_bitwise=is_bitwise,
     )
