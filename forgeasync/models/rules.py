@@ -355,7 +355,7 @@ def check_fidelity(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
             yield Problem(field=field, value=value, remedy=remedy)
     if config.lora is not None:
         yield Problem(
-            field="lora", remedy="must be left out with fidelity = 'bitwise': engines merge adapters"
+            field="lora", remedy="must be left out with fidelity = 'bitwise': its layers have no adapters"
         )
     if facts.latent is not None:
         remedy = "has latent attention, which fidelity = 'bitwise' does not support"
