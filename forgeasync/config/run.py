@@ -259,6 +259,9 @@ class RunConfig(Section):
     """replay (recorded experts and kept sets are replayed; rounding differs), or bitwise (on tokens sampled
     under the weights that train, log-probabilities of trainer and generator are equal to the last bit; a
     difference ends the run). bitwise runs on CPUs in float32."""
+    record_execution: bool = False
+    """Keep the files of all groups that train and a line for each step, so that ``python -m apps.reexecute``
+    can execute the run again, bit for bit. Needs ``fidelity: bitwise``."""
     model: ModelSection
     data: DataSection
     sampling: SamplingSection

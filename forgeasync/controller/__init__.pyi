@@ -18,6 +18,10 @@ from .evaluation import summary_table as summary_table
 from .recorder import Part as Part
 from .recorder import StepRecord as StepRecord
 from .recorder import StepTimes as StepTimes
+from .reexecution import Reexecution as Reexecution
+from .reexecution import plan_reexecution as plan_reexecution
+from .reexecution import sample_again as sample_again
+from .reexecution import score_again as score_again
 from .run import RunLoops as RunLoops
 from .run import start_run as start_run
 from .starting import Fleet as Fleet

@@ -225,6 +225,7 @@ class GroupSpiller:
         self._generators = generators
         self._tell = tell
         self._is_on = config.buffer.keep_groups
+        self._keeps_all = config.record_execution
         self._has_checkpoints = config.checkpoint.every_steps is not None
         # If these files filled the disk, the checkpoint that allows removing them could not be written.
         self._reserved_bytes = export_bytes(config, prepared.facts)
@@ -237,6 +238,7 @@ class GroupSpiller:
         """Steps, with the ids of their groups, whose files wait for a checkpoint."""
         self._obsolete: set[int] = set()
         self._changed = asyncio.Event()
+        self._wrote = asyncio.Event()
         self._is_refused = False
         self._num_left_out = 0 if prepared.resumed is None else prepared.resumed.found.num_left_out
         self._num_unkept = 0
@@ -256,7 +258,12 @@ class GroupSpiller:
         self._files[group.group_id] = self._folder / file_name(group.draw_id)
 
     def trained(self, step: int, groups: Iterable[Group]) -> None:
-        """Keep the files of a step's groups until a checkpoint covers the step."""
+        """Keep the files of a step's groups until a checkpoint covers the step, or for good.
+
+        With ``record_execution``, they are a part of the run's record.
+        """
+        if self._keeps_all:
+            return
         ids = tuple(group.group_id for group in groups)
         if not self._has_checkpoints:
             self.forget(ids)
@@ -281,8 +288,17 @@ class GroupSpiller:
                 await self._write_first()
                 self._changed.set()
 
+    async def until_written(self, groups: Sequence[Group]) -> None:
+        """Wait until no file of these groups is still to be written."""
+        while any(group.group_id in self._waiting for group in groups):
+            self._wrote.clear()
+            await self._wrote.wait()
+
     async def end(self) -> None:
-        """Remove all files, after the run's last step."""
+        """Remove the files, after the run's last step."""
+        if self._keeps_all:
+            await self._remove_obsolete()
+            return
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _write_first(self) -> None:
@@ -290,6 +306,7 @@ class GroupSpiller:
         target = self._folder / file_name(kept.group.draw_id)
         problem = await self._write(kept, target)
         del self._waiting[group_id]
+        self._wrote.set()
         self._longest_behind_s = max(self._longest_behind_s, time.monotonic() - since_s)
         if problem is None:
             self._files[group_id] = target

@@ -21,9 +21,11 @@ from forgeasync.observability import (
     BadBatches,
     EndedEpisodes,
     EpisodeRecords,
+    ExecutionLog,
     HeldOutScores,
     MeasuredWindow,
     MetricsWriter,
+    RecordedStep,
     RolloutWriter,
     RunDir,
     ScoredGroups,
@@ -42,7 +44,7 @@ from forgeasync.processes import MemoryMonitor, largest
 from forgeasync.rollouts import EpisodeOutcome, Group, PromptEncoder, RolloutKey, Score, TokenPieces
 from forgeasync.runtime import BufferReport
 from forgeasync.trainer import StepResult
-from forgeasync.weights import FetchReport
+from forgeasync.weights import FetchReport, Manifest
 
 
 class Part(StrEnum):
@@ -188,6 +190,10 @@ class RunRecorder:
         self._rollouts = RolloutWriter(
             run_dir.rollouts, per_step=config.logging.rollouts_per_step, episodes=self._records
         )
+        self._execution: ExecutionLog | None = None
+        if config.record_execution:
+            step = 0 if resumed is None else resumed.step
+            self._execution = ExecutionLog(run_dir.execution, step=step)
         self._tokens: TokenLines | None = None
         if config.logging.rollouts_per_step:
             keeps_texts = config.serving.keep_texts or not is_served(config)
@@ -227,7 +233,8 @@ class RunRecorder:
     def files(self) -> tuple[JsonLines, ...]:
         """Files whose lines may wait for a full disk."""
         tokens = () if self._tokens is None else (self._tokens.lines,)
-        return self._metrics.lines, self._rollouts.lines, *tokens
+        execution = () if self._execution is None else (self._execution.lines,)
+        return self._metrics.lines, self._rollouts.lines, *tokens, *execution
 
     def picks(self, step: int, groups: Sequence[Group]) -> frozenset[RolloutKey] | None:
         """Return the rollouts of a batch whose token values will be written; None if the run writes none."""
@@ -273,9 +280,11 @@ class RunRecorder:
         if self._records is not None:
             self._records.forget(group_ids)
 
-    def record_publish(self, publish_s: float) -> None:
-        """Record the time to publish a version, mostly concurrent with training, for the next step's line."""
+    def record_publish(self, manifest: Manifest, publish_s: float) -> None:
+        """Record a version and the time to publish it, mostly concurrent with training."""
         self._publish_s.append(publish_s)
+        if self._execution is not None:
+            self._execution.published(manifest.version, manifest.digest)
 
     def record_fetch(self, fetched: FetchReport) -> None:
         """Record a generator's fetch of a version, for the next step's line."""
@@ -315,6 +324,17 @@ class RunRecorder:
             },
             trainer=result.metrics,
         ).to_dict()
+        if self._execution is not None:
+            self._execution.trained(
+                RecordedStep(
+                    step=record.step,
+                    draws=tuple(group.draw_id for group in batch.groups),
+                    weights=batch.weights,
+                    loss=result.metrics.get("loss"),
+                    grad_norm=result.metrics.get("grad_norm"),
+                    skip_reason=result.skip_reason,
+                )
+            )
         metrics["trainer/num_padding_tokens"] = result.num_padding_tokens
         metrics["throughput/computed_tokens_per_s"] = result.num_computed_tokens / times.step_s
         metrics["generator/busy_s"] = sum(engine.busy_s for engine in record.engines)
@@ -405,6 +425,8 @@ class RunRecorder:
     def __exit__(self, *exception: object) -> None:
         self._metrics.close()
         self._rollouts.close()
+        if self._execution is not None:
+            self._execution.lines.close()
         if self._tokens is not None:
             self._tokens.close()
         if self._records is not None:

@@ -15,7 +15,7 @@ This module must not import torch, because the supervisor imports it.
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -71,6 +71,7 @@ from forgeasync.observability import (
     cut_after,
     leftover_processes,
     put_aside,
+    recorded_draws,
 )
 from forgeasync.processes import end_all, marked_processes
 from forgeasync.rollouts import (
@@ -386,13 +387,14 @@ def _rewind(config: RunConfig, run_dir: RunDir, resumed: Resumed) -> Iterator[st
     elif num_torn_bytes := cut_torn_line(run_dir.ledger):
         yield f"{num_torn_bytes} bytes of an unfinished last line of {run_dir.ledger.name} removed"
     yield from resumed.found.messages(step)
-    remove_others(run_dir.payloads, resumed.found.groups)
     # Runs that write no rollouts have no file of token values either.
-    tokens = (run_dir.tokens,) if run_dir.tokens.exists() else ()
-    for file in (run_dir.metrics, run_dir.rollouts, *tokens):
+    others = (file for file in (run_dir.tokens, run_dir.execution) if file.exists())
+    for file in (run_dir.metrics, run_dir.rollouts, *others):
         cut = cut_after(file, step)
         if cut is not None:
             yield f"{cut.num_lines} lines of {file.name} after step {step} moved to {cut.file.name}"
+    restored = (one.group.draw_id for one in resumed.found.groups)
+    remove_others(run_dir.payloads, [*restored, *recorded_draws(run_dir.execution)])
     checkpoints = list_checkpoints(planned_folder(config))
     later = [folder for folder in checkpoints if (step_of(folder) or 0) > step]
     exports = [name + suffix for name in (FINAL, LAST, LAST_PUBLISHED) for suffix in ("", ".partial")]
@@ -489,9 +491,9 @@ def find_groups(folder: Path, state: RunState, config: RunConfig, lost: LostStep
     )
 
 
-def remove_others(folder: Path, groups: Sequence[SpilledGroup]) -> None:
-    """Remove all files of groups except those of ``groups``."""
-    wanted = {file_name(one.group.draw_id) for one in groups}
+def remove_others(folder: Path, draws: Iterable[int]) -> None:
+    """Remove all files of groups except those of ``draws``."""
+    wanted = {file_name(draw) for draw in draws}
     for file in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f".*{UNFINISHED_SUFFIX}")):
         if file.name not in wanted:
             file.unlink()

@@ -195,6 +195,8 @@ class RunLoops(ABC):
         while True:
             step, groups = await self._trained.get()
             await self.trainer.until_safe(step)
+            if self.config.record_execution:
+                await self.lifecycle.spiller.until_written(groups)
             await self.lifecycle.free(groups)
 
     async def with_ledger(self, call: Awaitable[T]) -> T:

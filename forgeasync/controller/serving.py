@@ -138,7 +138,7 @@ class WeightServing:
                 self._generators.published(manifest.version)
                 for teacher in self._teachers:
                     teacher.published(manifest.version)
-                self._recorder.record_publish(time.perf_counter() - start_s)
+                self._recorder.record_publish(manifest, time.perf_counter() - start_s)
 
     async def _catch_up(self) -> None:
         """Publish a version after one was skipped because generators were reading both staging buffers."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forgeasync.algorithms import Loss
+from forgeasync.checkpoints import step_of
 from forgeasync.config import (
     AgeOf,
     Fidelity,
@@ -126,7 +127,6 @@ async def start_roles(
     resumed = prepared.resumed
     setup = dataclasses.replace(
         trainer_setup(prepared, config.algorithm),
-        max_token_age=config.max_off_policy_steps if config.buffer.age_of is AgeOf.TOKEN else None,
         resume_from=None if resumed is None else resumed.folder,
         bad_steps=run_dir.bad_steps.resolve(),
     )
@@ -219,6 +219,7 @@ def trainer_setup(prepared: Prepared, loss: Loss) -> TrainerSetup:
         loss=loss,
         seed=config.seed,
         checkpoint=prepared.model_path,
+        max_token_age=config.max_off_policy_steps if config.buffer.age_of is AgeOf.TOKEN else None,
         is_bitwise=config.fidelity is Fidelity.BITWISE,
         lora=config.lora,
         average_alpha=average_alpha(config.teachers),
@@ -340,14 +341,19 @@ class Fleet:
         self._order = weighted_order(prepared.train, weights, seed=self.config.seed, position=0)
         self._group_ids = itertools.count()
         self._num_steps = self._served_version = 0
-        self._newest: Manifest | None = None
+        self.newest: Manifest | None = None
+        """Last published version; None if it is what the generators began with."""
 
     @classmethod
     @asynccontextmanager
-    async def start(cls, config: RunConfig, *, loss: Loss | None = None) -> AsyncIterator["Fleet"]:
+    async def start(
+        cls, config: RunConfig, *, loss: Loss | None = None, resume_from: Path | None = None
+    ) -> AsyncIterator["Fleet"]:
         """Check the config, start its processes, and end them when the ``async with`` block ends.
 
-        ``loss`` replaces the loss of ``config.algorithm``. Logs of the processes are in the run's folder.
+        ``loss`` replaces the loss of ``config.algorithm``. The trainer begins with the checkpoint in
+        ``resume_from``; call ``publish`` to give its weights to the generators. Logs of the processes are in
+        the run's folder.
 
         Raises:
             ConfigError: lists every problem, before any process starts.
@@ -364,7 +370,9 @@ class Fleet:
         logs.mkdir(parents=True, exist_ok=True)
         processes = ProcessManager(logs, build_hosts(config, logs))
         setup = dataclasses.replace(
-            trainer_setup(prepared, config.algorithm if loss is None else loss), bad_steps=run_dir.bad_steps
+            trainer_setup(prepared, config.algorithm if loss is None else loss),
+            bad_steps=run_dir.bad_steps,
+            resume_from=resume_from,
         )
         try:
             async with processes.naming_deaths():
@@ -392,6 +400,7 @@ class Fleet:
                 groups = await connect_groups(config, prepared.prompts, environment, generators, scorer)
             async with asyncio.TaskGroup() as watching:
                 fleet = cls(prepared, trainer, generators, scorer, groups, teaching)
+                fleet._num_steps = 0 if resume_from is None else step_of(resume_from) or 0
                 hosts = range(generators.num_hosts)
                 loops = [
                     processes.watch(),
@@ -498,7 +507,7 @@ class Fleet:
         """
         if self._num_steps == self._served_version:
             return self._served_version
-        manifest = self._newest = await self.trainer.stage_weights(self._num_steps % NUM_SLOTS)
+        manifest = self.newest = await self.trainer.stage_weights(self._num_steps % NUM_SLOTS)
         self.generators.published(manifest.version)
         for teacher in self._teaching.moving:
             teacher.published(manifest.version)
@@ -514,7 +523,7 @@ class Fleet:
         """Update the engines of a host to the last published version, including those that join later."""
         while True:
             await engines.until_behind(host)
-            manifest = self._newest
+            manifest = self.newest
             assert manifest is not None, "nothing is newer than what the engines began with"
             # If the trainer overwrites the version meanwhile, the fetch is incomplete and repeated.
             fetched = await engines.begin_update(host, manifest)

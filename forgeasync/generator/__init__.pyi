@@ -4,8 +4,12 @@ from .episodes import EngineEpisodes as EngineEpisodes
 from .process_reward_engine import ProcessRewardEngine as ProcessRewardEngine
 from .process_reward_engine import ScoredTags as ScoredTags
 from .reports import EngineStats as EngineStats
+from .reexecution import EngineReexecution as EngineReexecution
+from .reexecution import recorded_requests as recorded_requests
 from .reports import GroupCancelled as GroupCancelled
+from .reports import ReexecutedVersion as ReexecutedVersion
 from .reports import SwapReport as SwapReport
+from .reports import TokenDifference as TokenDifference
 from .token_scores import score_given_ids as score_given_ids
 from .token_scores import score_tokens as score_tokens
 from .weight_receiver import AdapterBase as AdapterBase

@@ -16,7 +16,6 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
@@ -31,6 +30,7 @@ from forgeasync.generator.turns import (
     TurnEnd,
     check_continued,
     part_seed,
+    sampling_params,
 )
 from forgeasync.generator.updates import (
     AdmissionGate,
@@ -145,6 +145,7 @@ class GeneratorEngine:
             self._gate,
             interruption=weights.interruption,
             kv_cache=weights.kv_cache,
+            keeps_prompts_whole=records.execution,
         )
         self.adapter: ServedAdapter | None = None
         """Adapter that serves all requests; None if whole weights are published."""
@@ -342,20 +343,12 @@ class GeneratorEngine:
                     raise GroupCancelled
                 number = episode.num_requests
                 episode.num_requests += 1
-                params = SamplingParams(
-                    temperature=sampling.temperature,
-                    top_k=sampling.top_k or self.all_kept,
-                    top_p=sampling.top_p,
-                    min_p=sampling.min_p,
+                params = sampling_params(
+                    sampling,
+                    all_kept=self.all_kept,
                     max_tokens=max_tokens - turn.trajectory.num_sampled,
-                    logprobs=0,
-                    flat_logprobs=True,
                     seed=part_seed(seed, sample=episode.sample, part=number, agent=episode.agent),
-                    # Text is decoded once, from all requests; here only to detect stop texts.
-                    detokenize=bool(sampling.stop),
-                    stop=list(sampling.stop),
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                    extra_args={
+                    arguments={
                         **request_arguments(group=group_key, sample=episode.sample, episode=episode.number),
                         PART_ARGUMENT: number,
                         **({} if turn.log_key is None else {TURN_ARGUMENT: turn.log_key}),
@@ -366,7 +359,7 @@ class GeneratorEngine:
                     raise GroupCancelled
                 group.num_tokens += len(part.token_ids)
                 self._num_generated_tokens += len(part.token_ids)
-                self._end(turn, self.reader.grow(turn.trajectory, part, stop=sampling.stop))
+                self._end(turn, self.reader.grow(turn.trajectory, part, request=number, stop=sampling.stop))
 
     def log_turn(self, turn: EngineTurn, group_key: int) -> None:
         """Log the beginning of a turn, with the tokens that another engine has sampled of it."""

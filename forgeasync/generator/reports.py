@@ -62,6 +62,45 @@ class SwapReport:
     """Progress of the groups in flight."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDifference:
+    """A token that has other bits when its request is executed again."""
+
+    draw_id: int
+    """Draw of the token's group."""
+    episode: int
+    agent: int
+    branch: int
+    position: int
+    """Index of the token in the response of its branch."""
+    version: int
+    """Policy version that sampled the token."""
+    what: str
+    """Value that differs."""
+    recorded: str
+    found: str
+
+    def __str__(self) -> str:
+        agent = f" of agent {self.agent}" if self.agent else ""
+        branch = f", branch {self.branch}" if self.branch else ""
+        return (
+            f"{self.what} of token {self.position} in rollout {self.episode}{agent}{branch}, sampled under "
+            f"version {self.version}: recorded {self.recorded}, found {self.found}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReexecutedVersion:
+    """Outcome of the requests that an engine has sampled again under one version."""
+
+    num_tokens: int
+    """Number of tokens of the requests that ended."""
+    num_waiting: int
+    """Number of requests that continue under the next version."""
+    differences: tuple[TokenDifference, ...]
+    """First difference of each request that has one, in the order of versions."""
+
+
 class BusyClock:
     """Clock of the time during which at least one request is running."""
 

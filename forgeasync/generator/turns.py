@@ -4,13 +4,14 @@ An uninterrupted turn is one request, also called a part. A turn that is ended a
 several parts; the prompt of each later one has the original prompt and all tokens so far.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
@@ -23,6 +24,7 @@ from forgeasync.rollouts import (
     FinishReason,
     KeptTokens,
     LoggedTurn,
+    RequestSpan,
     Rollout,
     SampledTokens,
     SampledTurn,
@@ -165,8 +167,8 @@ class SequenceReader:
         """Return a trajectory of this engine's model without tokens."""
         return Trajectory(num_experts=self.num_experts)
 
-    def sampled(self, output: CompletionOutput) -> SampledTokens:
-        """Convert the tokens that a request has sampled, at least one."""
+    def sampled(self, output: CompletionOutput, *, request: int) -> SampledTokens:
+        """Convert the tokens that a request has sampled, at least one; ``request`` is its index."""
         assert isinstance(output.logprobs, FlatLogprobs) and output.weight_versions is not None
         assert len(output.logprobs) == len(output.token_ids)
         experts, mask = output.routed_experts, output.sampling_mask
@@ -178,6 +180,7 @@ class SequenceReader:
                 VersionSpan(version=int(span.version), start=span.start, end=span.end)
                 for span in output.weight_versions
             ),
+            request_spans=(RequestSpan(request=request, start=0, end=len(output.token_ids)),),
             # vLLM fills layers without experts with zeros.
             expert_ids_RMK=None if experts is None else experts[:, self.num_dense_layers :],
             kept_tokens=None
@@ -185,7 +188,9 @@ class SequenceReader:
             else KeptTokens.from_rows(mask.token_ids, vocab_size=self.vocab_size),
         )
 
-    def grow(self, trajectory: Trajectory, part: CompletionOutput, *, stop: Sequence[str]) -> TurnEnd | None:
+    def grow(
+        self, trajectory: Trajectory, part: CompletionOutput, *, request: int = 0, stop: Sequence[str]
+    ) -> TurnEnd | None:
         """Append the tokens of a request to the trajectory's last turn.
 
         Returns how the turn ended; None if the request was aborted and the turn continues.
@@ -194,7 +199,7 @@ class SequenceReader:
         # If a stop text ended the request, vLLM's reason is that text.
         return self._append(
             trajectory,
-            self.sampled(part) if part.token_ids else None,
+            self.sampled(part, request=request) if part.token_ids else None,
             finish_reason=None if part.finish_reason == ABORTED else FinishReason(part.finish_reason),
             stop_text=part.stop_reason if isinstance(part.stop_reason, str) else None,
             stop=stop,
@@ -306,6 +311,38 @@ class SequenceReader:
             num_tokens=detokenizer.num_output_tokens(),
             stop_text=stop_text,
         )
+
+
+def sampling_params(
+    sampling: SamplingSection,
+    *,
+    all_kept: int,
+    max_tokens: int,
+    seed: int | None,
+    arguments: Mapping[str, object],
+) -> SamplingParams:
+    """Return vLLM's parameters of one request.
+
+    Args:
+        all_kept: ``top_k`` of requests whose sampling section does not set it.
+        seed: Seed of the request, see ``part_seed``.
+        arguments: ``extra_args`` of the request.
+    """
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k or all_kept,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        max_tokens=max_tokens,
+        logprobs=0,
+        flat_logprobs=True,
+        seed=seed,
+        # Text is decoded once, from all requests; here only to detect stop texts.
+        detokenize=bool(sampling.stop),
+        stop=list(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args=dict(arguments),
+    )
 
 
 def part_seed(seed: int | None, *, sample: int, part: int, agent: int = 0) -> int | None:

@@ -179,12 +179,15 @@ class WeightUpdates:
         *,
         interruption: Interruption,
         kv_cache: KvAfterSwap,
+        keeps_prompts_whole: bool = False,
     ) -> None:
+        """With ``keeps_prompts_whole``, a prompt of which a part is computed begins again at a swap."""
         self._client = client
         self._groups = groups
         self._gate = gate
         self._interruption = interruption
         self._kv_cache = kv_cache
+        self._keeps_prompts_whole = keeps_prompts_whole
         self._one_at_a_time = asyncio.Lock()
 
     async def run(
@@ -243,6 +246,8 @@ class WeightUpdates:
             # Running requests lose their KV blocks and are queued; vLLM recomputes them. Sampled tokens are
             # kept.
             core.reset_prefix_cache(reset_running_requests=True)
+        if self._keeps_prompts_whole:
+            self._client.restart_prompts(core)
         self._client.refresh_cache_salts(core, recomputed=is_recomputed)
         return SwapReport(
             pause_s=time.perf_counter() - start_s,

@@ -15,6 +15,7 @@ from .hf_folder import MAX_FILE_BYTES as MAX_FILE_BYTES
 from .hf_folder import use_umask as use_umask
 from .hf_folder import writing as writing
 from .rules import BYTES_PER_ELEMENT as BYTES_PER_ELEMENT
+from .rules import CPU_KV_BLOCK_TOKENS as CPU_KV_BLOCK_TOKENS
 from .rules import FAMILIES as FAMILIES
 from .rules import GATHER_BLOCK_BYTES as GATHER_BLOCK_BYTES
 from .rules import GATHER_COST as GATHER_COST

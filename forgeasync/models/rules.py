@@ -9,6 +9,7 @@ from forgeasync.config import (
     Fidelity,
     LoraSection,
     ModelFacts,
+    OnBadStep,
     RouterBias,
     RoutingReplay,
     RunConfig,
@@ -58,6 +59,9 @@ which is slow to get again.
 
 PAYLOAD_OVERHEAD_BYTES = 1024
 """Upper bound in bytes of one payload's header, table, alignment and share of the file's last page."""
+
+CPU_KV_BLOCK_TOKENS = 128
+"""Tokens of a block of the KV cache on CPUs (``CpuPlatform`` of vLLM 0.32)."""
 
 BYTES_PER_ELEMENT = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2}
 
@@ -362,6 +366,48 @@ def check_fidelity(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
         yield Problem(field="model.path", value=config.model.path, remedy=remedy)
 
 
+def check_record_execution(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Refuse to record an execution in which something depends on more than the record says."""
+    if not config.record_execution:
+        return
+    weights, trainer, generator = config.weights, config.trainer, config.generator
+    acted_on = (None, OnBadStep.SKIP)
+    of_bad_steps = {
+        f"trainer.bad_steps.{name}": value
+        for name, value in (("on_nan", trainer.bad_steps.on_nan), ("on_spike", trainer.bad_steps.on_spike))
+        if value not in acted_on
+    }
+    for field, value, wanted, reason in (
+        ("fidelity", config.fidelity.value, "bitwise", "bits must not depend on batches"),
+        ("buffer.keep_groups", config.buffer.keep_groups, True, "the record has the groups' files"),
+        (
+            "weights.prefix_cache_across_versions",
+            weights.prefix_cache_across_versions,
+            False,
+            "the record does not say which version computed a cached prefix",
+        ),
+        ("trainer.steps_per_batch", trainer.steps_per_batch, 1, "a step is compared as a whole"),
+        *((field, value, "skip", "a step is not undone again") for field, value in of_bad_steps.items()),
+    ):
+        if value != wanted:
+            remedy = f"must be {str(wanted).lower()} with record_execution: {reason}"
+            yield Problem(field=field, value=value, remedy=remedy)
+    if config.teachers:
+        yield Problem(
+            field="teachers", remedy="must be left out with record_execution: they are not recorded"
+        )
+    blocks = -(-config.model.max_context_length // CPU_KV_BLOCK_TOKENS) * generator.max_num_seqs + 1
+    needed_gib = blocks * CPU_KV_BLOCK_TOKENS * kv_bytes_per_token(config, facts) / 2**30
+    if generator.kv_cache_gib < needed_gib:
+        yield Problem(
+            field="generator.kv_cache_gib",
+            value=generator.kv_cache_gib,
+            remedy=f"must be at least {needed_gib:.3g} with record_execution: "
+            f"generator.max_num_seqs = {generator.max_num_seqs} sequences of model.max_context_length must "
+            "fit, so that no cache is computed twice",
+        )
+
+
 def check_config(config: RunConfig, model_facts: ModelFacts) -> list[Problem]:
     """Return all problems of training this model with ``config``; empty if there are none."""
     problems = check_without_model(config)
@@ -438,5 +484,6 @@ _MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Problem]], ...] =
     check_lora_family,
     check_lora_sharding,
     check_fidelity,
+    check_record_execution,
     _check_payload,
 )

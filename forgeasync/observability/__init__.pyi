@@ -7,6 +7,11 @@ from .episode_view import read_episodes as read_episodes
 from .episode_view import table as table
 from .episode_view import visible as visible
 from .episode_view import visible_line as visible_line
+from .execution_log import Execution as Execution
+from .execution_log import ExecutionLog as ExecutionLog
+from .execution_log import RecordedStep as RecordedStep
+from .execution_log import machine_name as machine_name
+from .execution_log import recorded_draws as recorded_draws
 from .fault_log import Fault as Fault
 from .fault_log import FaultLog as FaultLog
 from .fault_log import RETRY_S as RETRY_S

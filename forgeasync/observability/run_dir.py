@@ -5,6 +5,7 @@ runs/<name>-<time>/
     run.log          command line, commit, versions and host, every console line, and how the run ended
     metrics.jsonl    one object per optimizer step (keys: docs/metrics.md)
     ledger.jsonl     what became of every prompt (docs/ledger.md)
+    execution.jsonl  the steps with their groups, with record_execution (apps.reexecute)
     faults.jsonl     what has failed and what came back; made by the first fault
     procs.json       which process fills which role at this moment
     run.lock         which process the run is, locked as long as it is one
@@ -174,6 +175,7 @@ class RunDir:
     config = _Inside("config.yaml")
     run_log = _Inside("run.log")
     metrics = _Inside("metrics.jsonl")
+    execution = _Inside("execution.jsonl")
     ledger = _Inside("ledger.jsonl")
     faults = _Inside("faults.jsonl")
     procs = _Inside("procs.json")
@@ -279,6 +281,7 @@ class RunDir:
         ``faults.jsonl`` stays: it is of the whole run, which begins again. The caller has the folder's lock.
         """
         left = [self.metrics, self.rollouts, self.tokens, self.ledger, self.procs, self.config]
+        left.append(self.execution)
         left += [self.artifacts, self.bad_steps, self.payloads, self.logs, self.tensorboard, self.wandb]
         if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
             left.append(self.checkpoints)

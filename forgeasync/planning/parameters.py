@@ -12,6 +12,7 @@ from enum import StrEnum
 from forgeasync.config import EXPERT_TARGETS, ModelFacts, RunConfig, longest_response
 from forgeasync.models import (
     BYTES_PER_ELEMENT,
+    CPU_KV_BLOCK_TOKENS,
     expected_shapes,
     num_adapter_parameters,
 )
@@ -29,7 +30,7 @@ class Machine(StrEnum):
     CPU = "CPU"
 
 
-KV_BLOCK_TOKENS = {Machine.GPU: 16, Machine.CPU: 128}
+KV_BLOCK_TOKENS = {Machine.GPU: 16, Machine.CPU: CPU_KV_BLOCK_TOKENS}
 """Tokens of a block of the KV cache: vLLM's default on GPUs (``CacheConfig.DEFAULT_BLOCK_SIZE`` of 0.32), and
 that of its CPU build."""
 

@@ -45,6 +45,7 @@ from .rollout import StoredBranch as StoredBranch
 from .rollout import StoredRollout as StoredRollout
 from .rollout import ToolStatus as ToolStatus
 from .rollout import VersionRange as VersionRange
+from .rollout import RequestSpan as RequestSpan
 from .rollout import VersionSpan as VersionSpan
 from .rollout import failed_outcome as failed_outcome
 from .rollout import record_of as record_of

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from forgeasync.rollouts.rollout import FinishReason, VersionSpan
+from forgeasync.rollouts.rollout import FinishReason, RequestSpan, VersionSpan
 from forgeasync.rollouts.token_records import KeptTokens
 from forgeasync.rollouts.trajectory import EpisodeId, SampledTokens
 
@@ -269,7 +269,14 @@ class LoggedTurn:
         return SampledTokens(
             ids_T=batch.ids_N,
             logprobs_T=batch.logprobs_N,
-            version_spans=_spans(batch.versions_N),
+            version_spans=tuple(
+                VersionSpan(version=version, start=start, end=end)
+                for version, start, end in _runs(batch.versions_N)
+            ),
+            request_spans=tuple(
+                RequestSpan(request=request, start=start, end=end)
+                for request, start, end in _runs(batch.parts_N)
+            ),
             expert_ids_RMK=rows,
             kept_tokens=kept,
         )
@@ -298,13 +305,11 @@ class LoggedTurn:
         return [one for one in (self.begun, self.batch, self.ended) if one is not None]
 
 
-def _spans(versions_N: np.ndarray) -> tuple[VersionSpan, ...]:
-    starts = [0, *(np.flatnonzero(np.diff(versions_N)) + 1).tolist()]
-    ends = [*starts[1:], len(versions_N)]
-    return tuple(
-        VersionSpan(version=int(versions_N[start]), start=start, end=end)
-        for start, end in zip(starts, ends, strict=True)
-    )
+def _runs(values_N: np.ndarray) -> list[tuple[int, int, int]]:
+    """Return the value, start and end of each run of equal values."""
+    starts = [0, *(np.flatnonzero(np.diff(values_N)) + 1).tolist()]
+    ends = [*starts[1:], len(values_N)]
+    return [(int(values_N[start]), start, end) for start, end in zip(starts, ends, strict=True)]
 
 
 class LiveTurns:

@@ -38,6 +38,20 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpan:
+    """Token range [start, end) of a response that one request to an engine sampled.
+
+    A response has several requests if a swap or the loss of its generator ended one, or if it has several
+    turns.
+    """
+
+    request: int
+    """Index of the request among those of its response or episode, by which its noise is seeded."""
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRange:
     """Oldest and newest of the policy versions that sampled something."""
 
@@ -81,6 +95,8 @@ class Rollout:
     """Kept sets of the response tokens; None if the engine did not record them."""
     is_sampled_T: np.ndarray | None = None
     """Whether each response token was sampled by the model, bool; None if all were."""
+    request_spans: tuple[RequestSpan, ...] = ()
+    """Requests that sampled the tokens, in order."""
 
     @property
     def num_response_tokens(self) -> int:
@@ -141,6 +157,8 @@ class StoredBranch:
     version_spans: tuple[VersionSpan, ...]
     """Policy versions of the sampled tokens, in order."""
     text: str
+    request_spans: tuple[RequestSpan, ...] = ()
+    """Requests that sampled the tokens, in order."""
 
     @property
     def num_tokens(self) -> int:

@@ -50,6 +50,8 @@ class CaptureSpec:
     """Whether to record the tokens that could have been drawn at each step."""
     num_dense_layers: int = 0
     """Number of initial layers that have no experts, and thus no routing record."""
+    execution: bool = False
+    """Whether the tokens must tell how to sample them again (``record_execution``)."""
 
 
 def expert_dtype(num_experts: int) -> np.dtype:

@@ -22,12 +22,13 @@ them with a routing record, M MoE layers, K top-k.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
 from forgeasync.config import ROW_ALIGNMENT
-from forgeasync.rollouts.rollout import FinishReason, Rollout, VersionRange, VersionSpan
+from forgeasync.rollouts.rollout import FinishReason, RequestSpan, Rollout, VersionRange, VersionSpan
 from forgeasync.rollouts.token_records import KeptTokens, RoutedExperts, all_kept, concatenate_kept_tokens
 
 
@@ -81,7 +82,7 @@ class SampledTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """Tokens that an engine sampled in one request, at least one, with their records."""
+    """Tokens, at least one, that an engine sampled in one or in consecutive requests, with their records."""
 
     ids_T: np.ndarray
     """Sampled tokens, int32."""
@@ -96,6 +97,8 @@ class SampledTokens:
     """
     kept_tokens: KeptTokens | None
     """Kept sets of the sampled tokens; None if not recorded."""
+    request_spans: tuple[RequestSpan, ...] = ()
+    """Requests that sampled the tokens, with positions as in ``version_spans``."""
 
     def first(self, num_tokens: int) -> "SampledTokens":
         """Return the first sampled tokens, as if the request had ended after them."""
@@ -106,11 +109,8 @@ class SampledTokens:
         return SampledTokens(
             ids_T=self.ids_T[:num_tokens],
             logprobs_T=self.logprobs_T[:num_tokens],
-            version_spans=tuple(
-                VersionSpan(version=span.version, start=span.start, end=min(span.end, num_tokens))
-                for span in self.version_spans
-                if span.start < num_tokens
-            ),
+            version_spans=_cut(self.version_spans, num_tokens),
+            request_spans=_cut(self.request_spans, num_tokens),
             expert_ids_RMK=None if rows is None else rows[: len(rows) - num_dropped],
             kept_tokens=None if kept is None else kept.slice(0, num_tokens),
         )
@@ -136,6 +136,8 @@ class Trajectory:
         self._parts: list[SampledTokens] = []
         self._spans: list[VersionSpan] = []
         """Policy versions of the turn's tokens. Positions count from its first sampled token."""
+        self._requests: list[RequestSpan] = []
+        """Requests that sampled the turn's tokens. Positions count from the first of them."""
         self._rows: list[np.ndarray] | None = []
         self._num_rows = 0
         self._row_of_last_1MK: np.ndarray | None = None
@@ -205,8 +207,8 @@ class Trajectory:
         assert self.num_tokens and len(sampled.ids_T), "tokens are sampled after others"
         start = self.num_sampled
         self._parts.append(sampled)
-        for span in sampled.version_spans:
-            _add_span(self._spans, span.version, start + span.start, start + span.end)
+        _add_spans(self._spans, sampled.version_spans, start)
+        _add_spans(self._requests, sampled.request_spans, start)
         if sampled.expert_ids_RMK is None:
             self._rows = None
             return
@@ -271,6 +273,7 @@ class Branch:
         prompt_ids = self.prompt_ids
         is_sampled, logprobs = [], []
         spans: list[VersionSpan] = []
+        requests: list[RequestSpan] = []
         kept: list[KeptTokens] | None = []
         for number, turn in enumerate(own):
             if number:
@@ -280,8 +283,8 @@ class Branch:
                 if kept is not None:
                     kept.append(all_kept(num_given))
             start = sum(map(len, is_sampled))
-            for span in turn._spans:
-                _add_span(spans, span.version, start + span.start, start + span.end)
+            _add_spans(spans, turn._spans, start)
+            _add_spans(requests, turn._requests, start)
             is_sampled.append(np.ones(turn.num_sampled, bool))
             logprobs += [part.logprobs_T for part in turn._parts]
             of_parts = [part.kept_tokens for part in turn._parts if part.kept_tokens is not None]
@@ -297,6 +300,7 @@ class Branch:
             routed_experts=self._routed_experts(),
             kept_tokens=None if kept is None else concatenate_kept_tokens(kept),
             is_sampled_T=None if is_sampled_T.all() else is_sampled_T,
+            request_spans=tuple(requests),
         )
 
     def _routed_experts(self) -> RoutedExperts | None:
@@ -337,12 +341,23 @@ def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int32), *parts])
 
 
-def _add_span(spans: list[VersionSpan], version: int, start: int, end: int) -> None:
-    last = spans[-1] if spans else None
-    if last is not None and last.version == version and last.end == start:
-        spans[-1] = VersionSpan(version=version, start=last.start, end=end)
-    else:
-        spans.append(VersionSpan(version=version, start=start, end=end))
+Span = TypeVar("Span", VersionSpan, RequestSpan)
+
+
+def _add_spans(spans: list[Span], added: Iterable[Span], offset: int) -> None:
+    """Append spans whose positions count from ``offset``; adjacent spans of one thing become one."""
+    for span in added:
+        start, end = offset + span.start, offset + span.end
+        last = spans[-1] if spans else None
+        if last is not None and last.end == start and replace(last, start=span.start, end=span.end) == span:
+            spans[-1] = replace(last, end=end)
+        else:
+            spans.append(replace(span, start=start, end=end))
+
+
+def _cut(spans: Iterable[Span], num_tokens: int) -> tuple[Span, ...]:
+    """Return the spans of the first tokens."""
+    return tuple(replace(span, end=min(span.end, num_tokens)) for span in spans if span.start < num_tokens)
 
 
 def padded_length(num_tokens: int) -> int:

@@ -22,7 +22,7 @@ from monarch.rdma import RDMABuffer
 from forgeasync.buffer import DropReason
 from forgeasync.config import GeneratorSection, LoraSection, ModelFacts, SamplingSection, WeightsSection
 from forgeasync.environments import Response, response_of
-from forgeasync.generator import EngineStats, GroupCancelled, SwapReport
+from forgeasync.generator import EngineStats, GroupCancelled, ReexecutedVersion, SwapReport
 from forgeasync.models import expected_shapes
 from forgeasync.observability import State, open_trace, redirect_process_output, span, started
 from forgeasync.processes import MemoryMonitor
@@ -45,6 +45,7 @@ from forgeasync.rollouts import (
     encode_group,
     ended_turns,
     group_turns,
+    read_spilled,
 )
 from forgeasync.weights import (
     TORCH_DTYPES,
@@ -57,7 +58,7 @@ from forgeasync.weights import (
 )
 
 if TYPE_CHECKING:
-    from forgeasync.generator import GeneratorEngine
+    from forgeasync.generator import EngineReexecution, GeneratorEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +166,7 @@ def _stored_branch(branch: Rollout, prompt: PayloadRef, response: PayloadRef) ->
         num_response_tokens=branch.num_response_tokens,
         version_spans=branch.version_spans,
         text=branch.text,
+        request_spans=branch.request_spans,
     )
 
 
@@ -183,6 +185,7 @@ class GeneratorActor(Actor):
         redirect_process_output(log_dir / f"{self._name}.log")
         open_trace(log_dir, self._name, idle=idle)
         self._loaded: GeneratorEngine | None = None
+        self._reexecution: EngineReexecution | None = None
         self._memory = MemoryMonitor(with_descendants=True)
 
     @property
@@ -497,6 +500,26 @@ class GeneratorActor(Actor):
     async def wake(self) -> None:
         """Put the engine back on its GPU."""
         await self._engine.wake()
+
+    @concurrent_endpoint
+    async def reexecute(
+        self, version: int, groups: Sequence[tuple[Path, int]], sampling: SamplingSection
+    ) -> ReexecutedVersion:
+        """Sample everything that ``version`` sampled in a recorded run again, and compare.
+
+        ``groups`` are the files and seeds of the groups whose oldest token has this version.
+        """
+        # Imports vLLM, which takes 10 s.
+        from forgeasync.generator import EngineReexecution, recorded_requests
+
+        if self._reexecution is None:
+            self._reexecution = await EngineReexecution.begin(self._engine, sampling)
+        requests = [
+            request
+            for file, seed in groups
+            for request in recorded_requests(read_spilled(file).group, seed=seed)
+        ]
+        return await self._reexecution.run(version, requests)
 
     @concurrent_endpoint
     async def parameters(self) -> list[dict[str, torch.Tensor]]:

@@ -661,6 +661,7 @@ async def start_generators(
             routing=config.trainer.routing_replay is not RoutingReplay.OFF,
             kept_tokens=config.trainer.keep_sampling_mask and config.sampling.cuts_vocabulary,
             num_dense_layers=facts.num_dense_layers,
+            execution=config.record_execution,
         ),
         weights=config.weights,
         lora=config.lora,

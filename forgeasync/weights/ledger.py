@@ -52,6 +52,14 @@ class Manifest:
     staging_s: float
     """Seconds from the start of the copies until the version was staged, of the slowest rank."""
 
+    @property
+    def digest(self) -> str:
+        """Digest of all bytes of the version. It also depends on the trainer's parallel layout."""
+        digest = xxhash.xxh3_64()
+        for of_rank in self.checksums:
+            digest.update(of_rank.tobytes())
+        return digest.hexdigest()
+
 
 def checksum(block: memoryview | np.ndarray) -> int:
     """Return the xxh3 checksum (64 bits) of a block of at most ``BLOCK_BYTES``. Faster than a copy."""

@@ -1,0 +1,113 @@
+"""Executes a recorded run again, and compares it bit for bit.
+
+    python -m apps.reexecute RUN [--from STEP] [--to STEP] [key.path=value ...]
+
+RUN is the folder of a run with ``record_execution: true``. Its steps are made again from its first model, or
+from the checkpoint of --from: each token is sampled under the version that sampled it in the run, each group
+is scored, and each step trains on the batch that it had. Tokens, log-probabilities, experts, kept sets,
+scores, losses, gradient norms and weights must have the recorded bits. The first difference ends the
+re-execution and is printed.
+
+Overrides show whether a key matters, for example ``generator.num_replicas=1``. To find the change of the code
+that made a difference, execute the run again with different checkouts.
+
+Exit code: 0 if everything is the same; 1 with the first difference; 2 if the record is refused.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from forgeasync.controller import (
+    Fleet,
+    Reexecution,
+    exit_code,
+    plan_reexecution,
+    run_main,
+    sample_again,
+    score_again,
+)
+from forgeasync.observability import RecordedStep
+from forgeasync.rollouts import Group
+from forgeasync.trainer import StepResult, training_items
+
+
+class Different(RuntimeError):
+    """Something has other bits than in the run; the message says what."""
+
+
+async def reexecute(plan: Reexecution) -> None:
+    """Make the steps of a plan again.
+
+    For each version: generators sample what it sampled; its step trains; generators get the next version.
+
+    Raises:
+        Different: With the first difference.
+    """
+    async with Fleet.start(plan.config, resume_from=plan.checkpoint) as fleet:
+        await fleet.publish()
+        for step in plan.steps:
+            version = step.step - 1
+            different = await sample_again(fleet, version, plan.beginning(version), seed=plan.config.seed)
+            if different:
+                raise Different(f"version {version}: group of draw {different[0].draw_id}: {different[0]}")
+            groups = plan.batch(step)
+            if plan.config.environment is None and (words := await score_again(fleet, groups)) is not None:
+                raise Different(f"step {step.step}: {words}")
+            items = training_items(groups, step.weights, plan.config.algorithm)
+            compare_step(step, await fleet.train(items))
+            await fleet.publish()
+            compare_weights(plan, fleet, step.step)
+            print(f"step {step.step}: the same ({num_tokens(groups):,} tokens trained)", flush=True)
+
+
+def compare_step(step: RecordedStep, result: StepResult) -> None:
+    """Raise Different if a step has another loss, gradient norm or reason to be skipped."""
+    for what, recorded, found in (
+        ("loss", step.loss, result.metrics.get("loss")),
+        ("gradient norm", step.grad_norm, result.metrics.get("grad_norm")),
+        ("reason to skip it", step.skip_reason, result.skip_reason),
+    ):
+        if recorded != found:
+            raise Different(f"step {step.step}: {what}: recorded {recorded!r}, found {found!r}")
+
+
+def compare_weights(plan: Reexecution, fleet: Fleet, step: int) -> None:
+    """Raise Different if the weights after a step have another digest."""
+    assert fleet.newest is not None
+    recorded, found = plan.digests.get(step), fleet.newest.digest
+    if recorded is not None and recorded != found:
+        raise Different(f"weights after step {step}: recorded digest {recorded}, found {found}")
+
+
+def num_tokens(groups: list[Group]) -> int:
+    """Return the number of sampled tokens of groups."""
+    return sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts)
+
+
+def start(arguments: argparse.Namespace) -> None:
+    """Execute the steps that the arguments name again."""
+    plan = plan_reexecution(
+        arguments.run, first=arguments.first, last=arguments.last, overrides=arguments.overrides
+    )
+    if plan.other_machine is not None:
+        print(f"warning: the run's machine was a {plan.other_machine}, whose kernels may round differently")
+    if plan.num_not_sampled:
+        print(f"{plan.num_not_sampled} groups began before the checkpoint and are not sampled again")
+    run_main(reexecute(plan))
+    print(f"{len(plan.steps)} of {len(plan.steps)} steps are the same, bit for bit")
+
+
+def main() -> int:
+    """Run the command line; return the exit code."""
+    parser = argparse.ArgumentParser(description="Executes a recorded run again and compares every bit.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run with record_execution: true")
+    parser.add_argument("--from", dest="first", type=int, metavar="STEP", help="checkpoint to begin with")
+    parser.add_argument("--to", dest="last", type=int, metavar="STEP", help="last step")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes of the run's config")
+    arguments = parser.parse_intermixed_args()
+    return exit_code(lambda: start(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Executes a recorded run again, and compares: what the generators sampled and what the scorers said.
+
+``plan_reexecution`` reads the record of a run (``forgeasync.observability.ExecutionLog``) and prepares a
+config. apps/reexecute.py has the loop over the steps.
+"""
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from forgeasync.checkpoints import list_checkpoints, step_of
+from forgeasync.config import RunConfig, load_config
+from forgeasync.controller.starting import Fleet
+from forgeasync.environments import response_of, sampling_seed
+from forgeasync.generator import TokenDifference
+from forgeasync.observability import Execution, RecordedStep, RunDir, machine_name
+from forgeasync.rollouts import Group, SpilledGroup, SpilledGroupTorn, file_name, read_spilled, steps_of
+from forgeasync.runtime import Unscored
+from forgeasync.schema import ConfigError, Problem, raise_if_any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reexecution:
+    """Steps of a run to execute again, and how."""
+
+    config: RunConfig
+    """Config of the processes that execute them."""
+    checkpoint: Path | None
+    """Checkpoint to begin with; None: the run's first model."""
+    first_version: int
+    steps: tuple[RecordedStep, ...]
+    digests: dict[int, str]
+    groups: dict[int, SpilledGroup]
+    """Groups of all steps by draw."""
+    other_machine: str | None
+    """Processor of the run's machine, if this one has another."""
+
+    @property
+    def num_not_sampled(self) -> int:
+        """Number of groups that began before the first version, and thus are not sampled again."""
+        return sum(one.group.first_version < self.first_version for one in self.groups.values())
+
+    def beginning(self, version: int) -> list[SpilledGroup]:
+        """Return the groups whose oldest token has this version, in the order of their draws."""
+        found = [one for one in self.groups.values() if one.group.first_version == version]
+        return sorted(found, key=lambda one: one.group.draw_id)
+
+    def batch(self, step: RecordedStep) -> list[Group]:
+        """Return the groups of a step with the rollouts and rewards that trained."""
+        return [_trained_group(self.groups[draw]) for draw in step.draws]
+
+
+def _trained_group(one: SpilledGroup) -> Group:
+    return replace(
+        one.group,
+        rollouts=tuple(one.group.rollouts[index] for index in one.kept),
+        rewards=one.rewards,
+        scores=one.scores,
+        steps=steps_of(one.scores),
+    )
+
+
+def plan_reexecution(
+    run: Path, *, first: int | None, last: int | None, overrides: Sequence[str]
+) -> Reexecution:
+    """Read a run's record, and prepare to execute the steps after ``first``, up to ``last``, again.
+
+    Args:
+        first: Step of a checkpoint of the run; None or 0: the beginning.
+        last: Last step; None: the last one recorded.
+        overrides: Changes of the run's config, as on the command line.
+
+    Raises:
+        ConfigError: The run has no record of these steps, or an override is wrong.
+    """
+    run_dir = RunDir(path=run)
+    execution = _read_execution(run_dir)
+    recorded = load_config([run_dir.config])
+    checkpoint = None if not first else _checkpoint(recorded, run_dir, first)
+    begin, newest = first or 0, max(execution.steps, default=0)
+    end = newest if last is None else last
+    if not begin < end <= newest:
+        remedy = f"must be a step after {begin}; the run has recorded {newest} steps"
+        raise ConfigError([Problem(field="--to", value=end, remedy=remedy)])
+    steps = [execution.steps.get(step) for step in range(begin + 1, end + 1)]
+    missing = [begin + 1 + index for index, one in enumerate(steps) if one is None]
+    raise_if_any(Problem(field=run_dir.execution.name, remedy=f"has no step {step}") for step in missing[:1])
+    known = tuple(one for one in steps if one is not None)
+    groups = dict(_read_groups(run_dir, known))
+    config = load_config([run_dir.config], [*_settings(recorded, run), *overrides])
+    machine = machine_name()
+    return Reexecution(
+        config=config,
+        checkpoint=checkpoint,
+        first_version=begin,
+        steps=known,
+        digests=execution.digests,
+        groups=groups,
+        other_machine=None if machine == execution.machine else execution.machine,
+    )
+
+
+def _read_execution(run_dir: RunDir) -> Execution:
+    try:
+        return Execution.read(run_dir.execution)
+    except FileNotFoundError:
+        remedy = f"has no {run_dir.execution.name}: the run needs record_execution=true"
+        raise ConfigError([Problem(field="RUN", value=str(run_dir.path), remedy=remedy)]) from None
+    except ValueError as error:
+        raise ConfigError([Problem(field=run_dir.execution.name, remedy=str(error))]) from None
+
+
+def _checkpoint(config: RunConfig, run_dir: RunDir, step: int) -> Path:
+    folder = run_dir.checkpoints if config.checkpoint.folder is None else Path(config.checkpoint.folder)
+    found = {step_of(one): one for one in list_checkpoints(folder)}
+    if step not in found:
+        there = ", ".join(str(one) for one in found if one is not None) or "none"
+        remedy = f"must be 0 or the step of a checkpoint of the run, which are: {there}"
+        raise ConfigError([Problem(field="--from", value=step, remedy=remedy)])
+    return found[step].resolve()
+
+
+def _read_groups(run_dir: RunDir, steps: Iterable[RecordedStep]) -> Iterator[tuple[int, SpilledGroup]]:
+    for step in steps:
+        for draw in step.draws:
+            file = run_dir.payloads / file_name(draw)
+            try:
+                yield draw, read_spilled(file)
+            except FileNotFoundError:
+                remedy = f"{file} is missing: step {step.step} trained on it"
+                raise ConfigError([Problem(field="RUN", value=str(run_dir.path), remedy=remedy)]) from None
+            except SpilledGroupTorn as error:
+                raise ConfigError(
+                    [Problem(field="RUN", value=str(run_dir.path), remedy=str(error))]
+                ) from None
+
+
+def _settings(config: RunConfig, run: Path) -> Iterator[str]:
+    """Yield the overrides of a re-execution: its own folder, and nothing that only a whole run does."""
+    yield f"run_dir={run.with_name(f'{run.name}-reexecution-{datetime.now():%Y%m%d-%H%M%S}')}"
+    # All requests that wait for a version are in the cache of one engine, beside those that run.
+    generator = config.generator
+    yield f"generator.kv_cache_gib={generator.kv_cache_gib * (generator.num_replicas + 1)}"
+    yield from ("generator.num_spares=0", "generator.keep_in_flight=false", "record_execution=false")
+    # Filters have chosen the rollouts that are in the record.
+    yield from ("algorithm.filters=[]", "evaluation.sets=[]", "logging.wandb=null", "checkpoint.folder=null")
+
+
+async def sample_again(
+    fleet: Fleet, version: int, groups: Sequence[SpilledGroup], *, seed: int
+) -> list[TokenDifference]:
+    """Sample everything that ``version`` sampled again, ``groups`` from their beginning; compare.
+
+    Returns the differences in those requests that have ended.
+    """
+    places = [
+        (Path(one.group.rollouts[0].branches[0].response.file), sampling_seed(seed, one.group.draw_id))
+        for one in groups
+    ]
+    replicas = fleet.generators.pool.replicas
+    of_replicas = await asyncio.gather(
+        *(
+            replica.call(
+                lambda replica=replica, index=index: replica.actor.reexecute.call_one(  # type: ignore[misc]
+                    version, places[index :: len(replicas)], fleet.config.sampling
+                )
+            )
+            for index, replica in enumerate(replicas)
+        )
+    )
+    found = [one for of_replica in of_replicas for one in of_replica.differences]
+    return sorted(found, key=lambda one: (one.version, one.draw_id, one.position))
+
+
+async def score_again(fleet: Fleet, groups: Sequence[Group]) -> str | None:
+    """Score the rollouts of a batch again; describe the first reward that differs, or return None."""
+    answers = await asyncio.gather(
+        *(
+            fleet.scorer.score_group(
+                group.draw_id, group.task, [response_of(rollout) for rollout in group.rollouts]
+            )
+            for group in groups
+        )
+    )
+    for group, answer in zip(groups, answers, strict=True):
+        if isinstance(answer, Unscored):
+            return f"group of draw {group.draw_id}: {answer.reason}"
+        assert group.scores is not None
+        for rollout, before, now in zip(group.rollouts, group.scores, answer, strict=True):
+            if before.value != now.value:
+                where = f"score of rollout {rollout.episode}, group of draw {group.draw_id}"
+                return f"{where}: recorded {before.value!r}, found {now.value!r}"
+    return None
