@@ -29,20 +29,14 @@ from forgeasync.controller import (
 )
 from forgeasync.observability import RecordedStep
 from forgeasync.rollouts import Group
+from forgeasync.schema import EXIT_FAILED
 from forgeasync.trainer import StepResult, training_items
 
 
-class Different(RuntimeError):
-    """Something has other bits than in the run; the message says what."""
-
-
-async def reexecute(plan: Reexecution) -> None:
-    """Make the steps of a plan again.
+async def reexecute(plan: Reexecution) -> str | None:
+    """Make the steps of a plan again; return the first difference, or None.
 
     For each version: generators sample what it sampled; its step trains; generators get the next version.
-
-    Raises:
-        Different: With the first difference.
     """
     async with Fleet.start(plan.config, resume_from=plan.checkpoint) as fleet:
         await fleet.publish()
@@ -50,34 +44,33 @@ async def reexecute(plan: Reexecution) -> None:
             version = step.step - 1
             different = await sample_again(fleet, version, plan.beginning(version), seed=plan.config.seed)
             if different:
-                raise Different(f"version {version}: group of draw {different[0].draw_id}: {different[0]}")
+                return f"version {version}: group of draw {different[0].draw_id}: {different[0]}"
             groups = plan.batch(step)
             if plan.config.environment is None and (words := await score_again(fleet, groups)) is not None:
-                raise Different(f"step {step.step}: {words}")
+                return f"step {step.step}: {words}"
             items = training_items(groups, step.weights, plan.config.algorithm)
-            compare_step(step, await fleet.train(items))
+            result = await fleet.train(items)
+            if (words := step_difference(step, result)) is not None:
+                return f"step {step.step}: {words}"
             await fleet.publish()
-            compare_weights(plan, fleet, step.step)
+            assert fleet.newest is not None
+            recorded, digest = plan.digests.get(step.step), fleet.newest.digest
+            if recorded is not None and recorded != digest:
+                return f"weights after step {step.step}: recorded digest {recorded}, found {digest}"
             print(f"step {step.step}: the same ({num_tokens(groups):,} tokens trained)", flush=True)
+    return None
 
 
-def compare_step(step: RecordedStep, result: StepResult) -> None:
-    """Raise Different if a step has another loss, gradient norm or reason to be skipped."""
+def step_difference(step: RecordedStep, result: StepResult) -> str | None:
+    """Describe a loss, gradient norm or reason to skip a step that is not the recorded one; None: all are."""
     for what, recorded, found in (
         ("loss", step.loss, result.metrics.get("loss")),
         ("gradient norm", step.grad_norm, result.metrics.get("grad_norm")),
         ("reason to skip it", step.skip_reason, result.skip_reason),
     ):
         if recorded != found:
-            raise Different(f"step {step.step}: {what}: recorded {recorded!r}, found {found!r}")
-
-
-def compare_weights(plan: Reexecution, fleet: Fleet, step: int) -> None:
-    """Raise Different if the weights after a step have another digest."""
-    assert fleet.newest is not None
-    recorded, found = plan.digests.get(step), fleet.newest.digest
-    if recorded is not None and recorded != found:
-        raise Different(f"weights after step {step}: recorded digest {recorded}, found {found}")
+            return f"{what}: recorded {recorded!r}, found {found!r}"
+    return None
 
 
 def num_tokens(groups: list[Group]) -> int:
@@ -85,8 +78,8 @@ def num_tokens(groups: list[Group]) -> int:
     return sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts)
 
 
-def start(arguments: argparse.Namespace) -> None:
-    """Execute the steps that the arguments name again."""
+def start(arguments: argparse.Namespace) -> str | None:
+    """Execute the steps that the arguments name again; return the first difference, or None."""
     plan = plan_reexecution(
         arguments.run, first=arguments.first, last=arguments.last, overrides=arguments.overrides
     )
@@ -94,8 +87,10 @@ def start(arguments: argparse.Namespace) -> None:
         print(f"warning: the run's machine was a {plan.other_machine}, whose kernels may round differently")
     if plan.num_not_sampled:
         print(f"{plan.num_not_sampled} groups began before the checkpoint and are not sampled again")
-    run_main(reexecute(plan))
-    print(f"{len(plan.steps)} of {len(plan.steps)} steps are the same, bit for bit")
+    different = run_main(reexecute(plan))
+    if different is None:
+        print(f"{len(plan.steps)} of {len(plan.steps)} steps are the same, bit for bit")
+    return different
 
 
 def main() -> int:
@@ -106,7 +101,13 @@ def main() -> int:
     parser.add_argument("--to", dest="last", type=int, metavar="STEP", help="last step")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes of the run's config")
     arguments = parser.parse_intermixed_args()
-    return exit_code(lambda: start(arguments))
+    found: list[str | None] = []
+    code = exit_code(lambda: found.append(start(arguments)))
+    different = next(filter(None, found), None)
+    if different is None:
+        return code
+    print(f"different: {different}", file=sys.stderr)
+    return EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from monarch.actor import shutdown_context
@@ -70,6 +70,8 @@ from forgeasync.processes import available_host_bytes
 from forgeasync.rollouts import PromptEncoder, remove_own_folders
 from forgeasync.runtime import STOP_SIGNALS
 from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError, Problem
+
+T = TypeVar("T")
 
 SAME_S = 1.0
 """Seconds within which a second signal is ignored: schedulers send the same signal in several ways."""
@@ -340,7 +342,7 @@ class _Stop:
 
     received: signal.Signals | None = None
     received_s: float = 0.0
-    main: asyncio.Task[None] | None = None
+    main: asyncio.Task[Any] | None = None
     """Task to cancel; None if no coroutine runs."""
     listeners: list[Callable[[signal.Signals], None]] = field(default_factory=list)
 
@@ -380,21 +382,21 @@ def install_handlers() -> None:
         signal.signal(number, _stop.on_signal)
 
 
-def run_main(main: Coroutine[Any, Any, None]) -> None:
-    """Run an app's coroutine; Ctrl-C or SIGTERM cancels it.
+def run_main(main: Coroutine[Any, Any, T]) -> T:
+    """Run an app's coroutine and return its result; Ctrl-C or SIGTERM cancels it.
 
     Raises:
         asyncio.CancelledError: the coroutine was cancelled.
     """
 
-    async def body() -> None:
+    async def body() -> T:
         _stop.main = asyncio.current_task()
         try:
-            await main
+            return await main
         finally:
             _stop.main = None
 
-    asyncio.run(body())
+    return asyncio.run(body())
 
 
 @contextmanager

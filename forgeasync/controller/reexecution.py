@@ -140,9 +140,11 @@ def _read_groups(run_dir: RunDir, steps: Iterable[RecordedStep]) -> Iterator[tup
 def _settings(config: RunConfig, run: Path) -> Iterator[str]:
     """Yield the overrides of a re-execution: its own folder, and nothing that only a whole run does."""
     yield f"run_dir={run.with_name(f'{run.name}-reexecution-{datetime.now():%Y%m%d-%H%M%S}')}"
-    # All requests that wait for a version are in the cache of one engine, beside those that run.
+    # One engine has room for all requests that wait for a version, of every engine, and for those that run.
     generator = config.generator
-    yield f"generator.kv_cache_gib={generator.kv_cache_gib * (generator.num_replicas + 1)}"
+    num_engines = generator.num_replicas + 1
+    yield f"generator.kv_cache_gib={generator.kv_cache_gib * num_engines}"
+    yield f"generator.max_num_seqs={generator.max_num_seqs * num_engines}"
     yield from ("generator.num_spares=0", "generator.keep_in_flight=false", "record_execution=false")
     # Filters have chosen the rollouts that are in the record.
     yield from ("algorithm.filters=[]", "evaluation.sets=[]", "logging.wandb=null", "checkpoint.folder=null")

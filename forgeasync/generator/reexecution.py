@@ -131,7 +131,7 @@ def first_difference(request: RecordedRequest, sampled: SampledTokens | None) ->
     found: list[tuple[int, str, object, object]] = []
     num_found = 0 if sampled is None else min(len(sampled.ids_T), len(request.ids_N))
     if num_found < len(request.ids_N):
-        found.append((num_found, "token", int(request.ids_N[num_found]), "none: the response has ended"))
+        found.append((num_found, "id", int(request.ids_N[num_found]), "none: the response has ended"))
     if sampled is not None:
         found += _differences(request, sampled.first(num_found), num_found)
     if not found:
@@ -171,7 +171,7 @@ def _differences(
     logprobs_N = request.logprobs_N[:num_found]
     is_other_N = sampled.logprobs_T.view(np.int32) != logprobs_N.view(np.int32)
     for what, wrong_N, recorded_N, found_N in (
-        ("token", sampled.ids_T != request.ids_N[:num_found], request.ids_N, sampled.ids_T),
+        ("id", sampled.ids_T != request.ids_N[:num_found], request.ids_N, sampled.ids_T),
         ("log-probability", is_other_N, request.logprobs_N, sampled.logprobs_T),
     ):
         if wrong_N.any():
@@ -192,6 +192,8 @@ class EngineReexecution:
     def __init__(self, engine: GeneratorEngine, sampling: SamplingSection) -> None:
         self._engine = engine
         self._sampling = sampling
+        self._later: list[RecordedRequest] = []
+        """Requests that begin under later versions."""
         self._crossing: dict[asyncio.Task[TokenDifference | None], RecordedRequest] = {}
         """Requests that continue under later versions."""
         self._stands_still = asyncio.Event()
@@ -212,12 +214,14 @@ class EngineReexecution:
     async def run(self, version: int, requests: Sequence[RecordedRequest]) -> ReexecutedVersion:
         """Sample everything that ``version`` has sampled; the engine must have its weights.
 
-        ``requests`` begin with this version. Returns once each request, also of earlier calls, has ended or
+        ``requests`` begin with this version or a later one. Returns once each request, also of earlier calls, has ended or
         waits for the next version.
         """
-        for request in requests:
-            assert request.first_version == version
-            self._crossing[asyncio.create_task(self._sample(request))] = request
+        self._later += requests
+        for request in self._later:
+            if request.first_version == version:
+                self._crossing[asyncio.create_task(self._sample(request))] = request
+        self._later = [one for one in self._later if one.first_version > version]
         while True:
             num_open = sum(not task.done() for task in self._crossing)
             num_later = sum(
@@ -276,11 +280,12 @@ def _hold_requests(core: EngineCore, tell: Any) -> None:
     schedule = scheduler.schedule
 
     def schedule_due(*arguments: Any, **named: Any) -> Any:
-        running, waiting = scheduler.running, list(scheduler.waiting)
-        held = [one for one in running if not _is_due(core, one)]
-        held_back = [one for one in waiting if not _is_due(core, one)]
-        scheduler.running = [one for one in running if _is_due(core, one)]
+        held = [one for one in scheduler.running if not _is_due(core, one)]
+        held_back = [one for one in scheduler.waiting if not _is_due(core, one)]
+        scheduler.running = [one for one in scheduler.running if _is_due(core, one)]
         scheduler.waiting.remove_requests(held_back)
+        # Held requests keep their place in the engine.
+        scheduler.max_num_active_reqs = scheduler.max_num_running_reqs - len(held)
         try:
             return schedule(*arguments, **named)
         finally:
