@@ -1,6 +1,7 @@
 """Executes a recorded run again, and compares it bit for bit.
 
     python -m apps.reexecute RUN [--from STEP] [--to STEP] [key.path=value ...]
+    python -m apps.reexecute RUN --token DRAW/ROLLOUT/POSITION
 
 RUN is the folder of a run with ``record_execution: true``. Its steps are made again from its first model, or
 from the checkpoint of --from: each token is sampled under the version that sampled it in the run, each group
@@ -10,6 +11,8 @@ re-execution and is printed.
 
 Overrides show whether a key matters, for example ``generator.num_replicas=1``. To find the change of the code
 that made a difference, execute the run again with different checkouts.
+
+With --token it prints what the record has of one token, which a difference names, and executes nothing.
 
 Exit code: 0 if everything is the same; 1 with the first difference; 2 if the record is refused.
 """
@@ -21,6 +24,7 @@ from pathlib import Path
 from forgeasync.controller import (
     Fleet,
     Reexecution,
+    describe_token,
     exit_code,
     plan_reexecution,
     run_main,
@@ -40,6 +44,8 @@ async def reexecute(plan: Reexecution) -> str | None:
     """
     async with Fleet.start(plan.config, resume_from=plan.checkpoint) as fleet:
         await fleet.publish()
+        if (words := weights_difference(plan, fleet, plan.first_version)) is not None:
+            return f"{words} in the checkpoint"
         for step in plan.steps:
             version = step.step - 1
             different = await sample_again(fleet, version, plan.beginning(version), seed=plan.config.seed)
@@ -53,10 +59,8 @@ async def reexecute(plan: Reexecution) -> str | None:
             if (words := step_difference(step, result)) is not None:
                 return f"step {step.step}: {words}"
             await fleet.publish()
-            assert fleet.newest is not None
-            recorded, digest = plan.digests.get(step.step), fleet.newest.digest
-            if recorded is not None and recorded != digest:
-                return f"weights after step {step.step}: recorded digest {recorded}, found {digest}"
+            if (words := weights_difference(plan, fleet, step.step)) is not None:
+                return words
             print(f"step {step.step}: the same ({num_tokens(groups):,} tokens trained)", flush=True)
     return None
 
@@ -73,6 +77,13 @@ def step_difference(step: RecordedStep, result: StepResult) -> str | None:
     return None
 
 
+def weights_difference(plan: Reexecution, fleet: Fleet, step: int) -> str | None:
+    """Describe weights after a step with another digest than the recorded one; None: they have the same."""
+    if fleet.newest is None or (recorded := plan.digests.get(step)) in (None, fleet.newest.digest):
+        return None
+    return f"weights after step {step}: recorded digest {recorded}, found {fleet.newest.digest}"
+
+
 def num_tokens(groups: list[Group]) -> int:
     """Return the number of sampled tokens of groups."""
     return sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts)
@@ -80,6 +91,9 @@ def num_tokens(groups: list[Group]) -> int:
 
 def start(arguments: argparse.Namespace) -> str | None:
     """Execute the steps that the arguments name again; return the first difference, or None."""
+    if arguments.token is not None:
+        print("\n".join(describe_token(arguments.run, arguments.token)))
+        return None
     plan = plan_reexecution(
         arguments.run, first=arguments.first, last=arguments.last, overrides=arguments.overrides
     )
@@ -99,6 +113,7 @@ def main() -> int:
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run with record_execution: true")
     parser.add_argument("--from", dest="first", type=int, metavar="STEP", help="checkpoint to begin with")
     parser.add_argument("--to", dest="last", type=int, metavar="STEP", help="last step")
+    parser.add_argument("--token", metavar="DRAW/ROLLOUT/POSITION", help="print the record of a token")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes of the run's config")
     arguments = parser.parse_intermixed_args()
     found: list[str | None] = []

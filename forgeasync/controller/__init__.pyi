@@ -19,6 +19,7 @@ from .recorder import Part as Part
 from .recorder import StepRecord as StepRecord
 from .recorder import StepTimes as StepTimes
 from .reexecution import Reexecution as Reexecution
+from .reexecution import describe_token as describe_token
 from .reexecution import plan_reexecution as plan_reexecution
 from .reexecution import sample_again as sample_again
 from .reexecution import score_again as score_again

@@ -5,6 +5,7 @@ config. apps/reexecute.py has the loop over the steps.
 """
 
 import asyncio
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -16,7 +17,17 @@ from forgeasync.controller.starting import Fleet
 from forgeasync.environments import response_of, sampling_seed
 from forgeasync.generator import TokenDifference
 from forgeasync.observability import Execution, RecordedStep, RunDir, machine_name
-from forgeasync.rollouts import Group, SpilledGroup, SpilledGroupTorn, file_name, read_spilled, steps_of
+from forgeasync.rollouts import (
+    EVERY_HOST,
+    Group,
+    PayloadReader,
+    SpilledGroup,
+    SpilledGroupTorn,
+    decode_rollout,
+    file_name,
+    read_spilled,
+    steps_of,
+)
 from forgeasync.runtime import Unscored
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
@@ -195,3 +206,53 @@ async def score_again(fleet: Fleet, groups: Sequence[Group]) -> str | None:
                 where = f"score of rollout {rollout.episode}, group of draw {group.draw_id}"
                 return f"{where}: recorded {before.value!r}, found {now.value!r}"
     return None
+
+
+def describe_token(run: Path, token: str) -> list[str]:
+    """Return lines with everything that the record of a run has of one token.
+
+    ``token`` is DRAW/ROLLOUT/POSITION, as a difference names it; a later branch or agent of an episode is not
+    shown.
+
+    Raises:
+        ConfigError: The record has no such token.
+    """
+    run_dir = RunDir(path=run)
+    match = re.fullmatch(r"(\d+)/(\d+)/(\d+)", token)
+    if match is None:
+        raise ConfigError([Problem(field="--token", value=token, remedy="must be DRAW/ROLLOUT/POSITION")])
+    draw, episode, position = map(int, match.groups())
+    file = run_dir.payloads / file_name(draw)
+    if not file.exists():
+        raise ConfigError([Problem(field="--token", value=token, remedy=f"the run has no {file}")])
+    one = read_spilled(file)
+    rollouts = {rollout.episode: rollout for rollout in one.group.rollouts if not rollout.agent}
+    if episode not in rollouts or position >= (branch := rollouts[episode].branches[0]).num_response_tokens:
+        remedy = f"has no such token; the group's rollouts are {sorted(rollouts)}"
+        raise ConfigError([Problem(field="--token", value=token, remedy=remedy)])
+    reader = PayloadReader(EVERY_HOST)
+    trace = decode_rollout(reader.read(branch.prompt), reader.read(branch.response))
+    lines = [f"id {trace.response_ids_T[position]}, log-probability {float(trace.logprobs_T[position])!r}"]
+    lines += [
+        f"sampled under version {span.version}"
+        for span in branch.version_spans
+        if span.start <= position < span.end
+    ] or ["given by the environment"]
+    lines += [
+        f"by request {span.request} of the rollout, its token {position - span.start}"
+        for span in branch.request_spans
+        if span.start <= position < span.end
+    ]
+    if trace.kept_tokens is not None:
+        kept = trace.kept_tokens.row(position).tolist()
+        lines.append(f"drawn from {len(kept)} ids: {kept}" if kept else "drawn from the whole vocabulary")
+    row = len(trace.prompt_ids_P) + position
+    if trace.routed_experts is not None and row < trace.routed_experts.num_recorded:
+        rows_MK = trace.routed_experts.to_dense()[row]
+        experts = "; ".join(f"{layer}: {ids.tolist()}" for layer, ids in enumerate(rows_MK))
+        lines.append(f"as an input, its experts by MoE layer were {experts}")
+    steps = [step.step for step in _read_execution(run_dir).steps.values() if draw in step.draws]
+    trained = (
+        "trained" if any(one.group.rollouts[kept] is rollouts[episode] for kept in one.kept) else "filtered"
+    )
+    return [*lines, f"its rollout was {trained}, its group in step {steps[0] if steps else 'none'}"]

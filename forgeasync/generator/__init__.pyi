@@ -5,6 +5,8 @@ from .process_reward_engine import ProcessRewardEngine as ProcessRewardEngine
 from .process_reward_engine import ScoredTags as ScoredTags
 from .reports import EngineStats as EngineStats
 from .reexecution import EngineReexecution as EngineReexecution
+from .reexecution import RecordedRequest as RecordedRequest
+from .reexecution import first_difference as first_difference
 from .reexecution import recorded_requests as recorded_requests
 from .reports import GroupCancelled as GroupCancelled
 from .reports import ReexecutedVersion as ReexecutedVersion

@@ -214,8 +214,8 @@ class EngineReexecution:
     async def run(self, version: int, requests: Sequence[RecordedRequest]) -> ReexecutedVersion:
         """Sample everything that ``version`` has sampled; the engine must have its weights.
 
-        ``requests`` begin with this version or a later one. Returns once each request, also of earlier calls, has ended or
-        waits for the next version.
+        ``requests`` begin with this version or a later one. Returns once each request, also of earlier calls,
+        has ended or waits for a later version.
         """
         self._later += requests
         for request in self._later:

@@ -181,7 +181,7 @@ class WeightUpdates:
         kv_cache: KvAfterSwap,
         keeps_prompts_whole: bool = False,
     ) -> None:
-        """With ``keeps_prompts_whole``, a prompt of which a part is computed begins again at a swap."""
+        """With ``keeps_prompts_whole``, a request with a half-computed prompt ends at a swap, and resumes."""
         self._client = client
         self._groups = groups
         self._gate = gate
@@ -232,7 +232,7 @@ class WeightUpdates:
         core.set_weight_version(str(version))
         requests = scheduler_of(core).requests
         progress = self._groups.progress(core, version)
-        resumed = tuple(requests) if self._interruption is Interruption.ABORT_AND_RESUME else ()
+        resumed = tuple(filter(lambda one: self._ends_at_swap(requests[one]), requests))
         num_resumed = sum(requests[one].num_output_tokens > 0 for one in resumed)
         self._client.end_requests(core, resumed)
         # Their KV cache from before the swap is kept.
@@ -246,8 +246,6 @@ class WeightUpdates:
             # Running requests lose their KV blocks and are queued; vLLM recomputes them. Sampled tokens are
             # kept.
             core.reset_prefix_cache(reset_running_requests=True)
-        if self._keeps_prompts_whole:
-            self._client.restart_prompts(core)
         self._client.refresh_cache_salts(core, recomputed=is_recomputed)
         return SwapReport(
             pause_s=time.perf_counter() - start_s,
@@ -257,3 +255,9 @@ class WeightUpdates:
             num_recomputed=num_recomputed,
             progress=progress,
         )
+
+    def _ends_at_swap(self, request: Request) -> bool:
+        """Return whether a request ends at a swap, to be resumed."""
+        if self._interruption is Interruption.ABORT_AND_RESUME:
+            return True
+        return self._keeps_prompts_whole and 0 < request.num_computed_tokens < request.num_prompt_tokens

@@ -304,16 +304,6 @@ class InProcessAsyncClient(EngineCoreClient):
                 request.block_hashes.clear()
                 request.update_block_hashes()
 
-    def restart_prompts(self, core: EngineCore) -> None:
-        """Have requests begin anew of whose prompt a part is computed (engine thread, after a swap)."""
-        scheduler = scheduler_of(core)
-        for request in list(scheduler.running):
-            if request.num_computed_tokens < request.num_prompt_tokens:
-                scheduler.running.remove(request)
-                scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
-                # The worker must not take it for one that it knows from the step before.
-                scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         if request_ids and not self.resources.engine_dead:
             await self.between_steps(lambda core: self.end_requests(core, request_ids), needs_drain=False)
