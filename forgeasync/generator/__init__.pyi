@@ -3,11 +3,9 @@ from .engine_weights import HostMemory as HostMemory
 from .episodes import EngineEpisodes as EngineEpisodes
 from .process_reward_engine import ProcessRewardEngine as ProcessRewardEngine
 from .process_reward_engine import ScoredTags as ScoredTags
-from .reports import EngineStats as EngineStats
 from .reexecution import EngineReexecution as EngineReexecution
-from .reexecution import RecordedRequest as RecordedRequest
-from .reexecution import first_difference as first_difference
 from .reexecution import recorded_requests as recorded_requests
+from .reports import EngineStats as EngineStats
 from .reports import GroupCancelled as GroupCancelled
 from .reports import ReexecutedVersion as ReexecutedVersion
 from .reports import SwapReport as SwapReport
@@ -32,6 +30,8 @@ from .gpu_worker import other_orders as other_orders
 from .in_flight_recorder import InFlightRecorder as InFlightRecorder
 from .in_flight_recorder import PART_ARGUMENT as PART_ARGUMENT
 from .in_flight_recorder import TURN_ARGUMENT as TURN_ARGUMENT
+from .reexecution import RecordedRequest as RecordedRequest
+from .reexecution import first_difference as first_difference
 from .reports import DecodeSteps as DecodeSteps
 from .token_scores import read_given_scores as read_given_scores
 from .token_scores import read_scores as read_scores

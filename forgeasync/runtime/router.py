@@ -634,9 +634,8 @@ async def start_generators(
 ) -> GeneratorRouter:
     """Start the generators and load their engines; lost ones are replaced.
 
-    On GPUs that the roles share, this first waits until ``starting_trainer`` is done: an engine checks the
-    free memory of its GPU when it starts, so the trainer's weights must be there before. If the trainer fails
-    to start, no generator is started.
+    On shared GPUs, an engine checks the free memory when it starts, so the trainer's weights must be there:
+    this first waits for ``starting_trainer``. If the trainer fails to start, no generator is started.
     """
     if starting_trainer is not None and shares_gpus(config):
         await asyncio.wait([starting_trainer])

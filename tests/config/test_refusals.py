@@ -194,6 +194,13 @@ fidelity=bitwise; generator.batch_invariant=true; trainer.parallel={num_procs: 2
     => trainer.parallel.expert = 2 | must be 1 with fidelity = 'bitwise': several ranks add up
 fidelity=bitwise; generator.batch_invariant=true; $LORA
     => lora | must be left out with fidelity = 'bitwise'
+record_execution=true => fidelity = 'replay' | must be bitwise with record_execution
+record_execution=true; fidelity=bitwise; generator.batch_invariant=true; buffer.keep_groups=false
+    => buffer.keep_groups = False | must be true with record_execution: the record has the groups' files
+record_execution=true; fidelity=bitwise; generator.batch_invariant=true; trainer.steps_per_batch=2
+    => trainer.steps_per_batch = 2 | must be 1 with record_execution
+record_execution=true; fidelity=bitwise; generator.batch_invariant=true; generator.kv_cache_gib=0.001
+    => generator.kv_cache_gib = 0.001 | must be at least 0.00793 with record_execution
 generator.colocated=sleep; max_off_policy_steps=1
     => generator.colocated = 'sleep' | must be share without launcher.share_gpu=true
 generator.colocated=sleep; max_off_policy_steps=2; launcher={kind: local, share_gpu: true}

@@ -190,7 +190,7 @@ async def test_found_groups_are_those_that_are_whole_and_fit(tmp_path: Path) -> 
         "3 finished groups come back from the disk; steps 3 to 3 are made again",
         "1 finished groups are sampled again (torn 1)",
     ]
-    remove_others(world.folder, found.groups)
+    remove_others(world.folder, [one.group.draw_id for one in found.groups])
     assert sorted(path.name for path in world.folder.iterdir()) == [file_name(one) for one in (0, 1, 2)]
 
 

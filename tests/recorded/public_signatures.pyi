@@ -164,6 +164,7 @@ def Rollout(
     routed_experts=...,
     kept_tokens=...,
     is_sampled_T=...,
+    request_spans=...,
 ): ...
 def RowTokens(
     *,
@@ -187,6 +188,7 @@ def RunConfig(
     run_dir=...,
     max_off_policy_steps=...,
     fidelity=...,
+    record_execution=...,
     model,
     data,
     sampling,

@@ -484,7 +484,7 @@ class Recorder:
     def record_episodes(self, outcomes: Sequence[EpisodeOutcome]) -> None:
         self.outcomes += outcomes
 
-    def record_publish(self, publish_s: float) -> None:
+    def record_publish(self, manifest: object, publish_s: float) -> None:
         self.num_published += 1
 
     def record_fetch(self, fetched: FetchReport) -> None:
