@@ -180,9 +180,9 @@ class TrainerSection(Section):
     """Compute dtype; master weights and optimizer state are float32."""
     tokens_per_row: int = Field(gt=0, le=MAX_ROW_TOKENS)
     """Length of a packed row in tokens; every microbatch is one row per data-parallel rank."""
-    share_prefixes: bool = False
+    share_prefixes: bool | None = None
     """Compute the tokens that sequences of a row have in common at their beginning, such as the prompt of a
-    group, once. Without context parallelism only."""
+    group, once. null: true without context parallelism, which divides rows."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     compile: bool = False
     """Use torch.compile for every layer."""
@@ -212,6 +212,10 @@ class TrainerSection(Section):
     error before the step."""
     optimizer: OptimizerSection
 
+    @property
+    def shares_prefixes(self) -> bool:
+        return self.parallel.context == 1 if self.share_prefixes is None else self.share_prefixes
+
     @field_validator("routing_replay", mode="before")
     @classmethod
     def _read_off(cls, value: object) -> object:
@@ -221,7 +225,7 @@ class TrainerSection(Section):
     def find_problems(self) -> Iterator[Refusal]:
         """Yield prefixes that cannot be shared, and bad-step policies without the snapshots they need."""
         if self.share_prefixes and self.parallel.context > 1:
-            yield "share_prefixes", "must be false with parallel.context above 1, which divides rows"
+            yield "share_prefixes", "must be null or false with parallel.context above 1, which divides rows"
         every = self.recovery.snapshot_every_steps
         for name in ("on_nan", "on_spike"):
             if getattr(self.bad_steps, name) is OnBadStep.ROLLBACK and every != 1:

@@ -494,7 +494,7 @@ class Fleet:
             items,
             tokens_per_row=trainer.tokens_per_row,
             num_ranks=self.trainer.num_data_ranks,
-            share_prefixes=trainer.share_prefixes,
+            share_prefixes=trainer.shares_prefixes,
             pair_cost=pair_cost(self._prepared.facts),
         )
         self._num_steps += 1

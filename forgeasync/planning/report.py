@@ -272,7 +272,7 @@ def _steps(config: RunConfig, facts: ModelFacts) -> list[Row]:
     rollouts = algorithm.group_size * algorithm.groups_per_step
     ranks = parallel.data_replicate * parallel.data_shard
     lengths, prompts = [context] * rollouts, None
-    if config.trainer.share_prefixes:
+    if config.trainer.shares_prefixes:
         prompts = [(index // algorithm.group_size, longest_prompt(config)) for index in range(rollouts)]
     plan = plan_rows(lengths, tokens_per_row=row_length, num_ranks=ranks, prompts=prompts)
     rows = [row for microbatch in plan for row in microbatch if row]

@@ -81,7 +81,7 @@ def trainer_memory(
     chunk = min(trainer.tokens_per_row // trainer.parallel.context, LOGITS_CHUNK_TOKENS)
     how = {
         "activations": f"one row, activation_checkpointing {trainer.activation_checkpointing.value}"
-        + ", keys of shared prompts for each sequence" * (trainer.share_prefixes and machine is Machine.GPU),
+        + ", keys of shared prompts for each sequence" * (trainer.shares_prefixes and machine is Machine.GPU),
         "logits chunk": f"{chunk:,} tokens, with gradients and what kept sets take",
         "gathered weights": f"in {trainer.dtype.value}, by FSDP2",
         "gathered gradients": "before they are reduced, and float32 buffers",
@@ -344,7 +344,7 @@ def _prompt_keys(config: RunConfig) -> int:
     size, prompt = config.algorithm.group_size, longest_prompt(config)
     of_group = size * config.model.max_context_length - (size - 1) * prompt
     num_sequences = config.trainer.tokens_per_row * size // of_group
-    return num_sequences * prompt if config.trainer.share_prefixes and num_sequences > 1 else 0
+    return num_sequences * prompt if config.trainer.shares_prefixes and num_sequences > 1 else 0
 
 
 class _Count:

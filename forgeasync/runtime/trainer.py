@@ -326,7 +326,7 @@ class TrainerActor(Actor):
                     [
                         pack_row(
                             [await self._read(item, trained_version, prompts) for item in items],
-                            share_prefixes=self._section.share_prefixes,
+                            share_prefixes=self._section.shares_prefixes,
                         )
                         for items in rows
                     ]

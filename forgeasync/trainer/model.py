@@ -179,7 +179,7 @@ def build_parallel_model(
         enable_cpu_offload=section.cpu_offload,
     )
     choose_flash_attention(section.flash_attention)
-    has_whole_rows = section.parallel.context == 1 and not section.share_prefixes
+    has_whole_rows = section.parallel.context == 1 and not section.shares_prefixes
     model_config = titan_config(facts, has_whole_rows=has_whole_rows)
     model_config.update_from_config(config=_TitanRun(parallelism=parallelism, training=training))
     head = model_config.lm_head

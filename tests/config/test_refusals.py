@@ -184,7 +184,7 @@ $TOPK; teachers={a: {source: live, model_path: t}}; $LORA
 $TOPK; teachers={a: {model_path: t}}; launcher={kind: process}
     => launcher.kind = 'process' | must be 'local' with teachers
 trainer.share_prefixes=true; trainer.parallel={num_procs: 2, context: 2}
-    => trainer.share_prefixes = True | must be false with parallel.context above 1
+    => trainer.share_prefixes = True | must be null or false with parallel.context above 1
 fidelity=bitwise => generator.batch_invariant = False | must be true with fidelity = 'bitwise'
 fidelity=bitwise; generator.batch_invariant=true; trainer.compile=true
     => trainer.compile = True | must be false with fidelity = 'bitwise'

@@ -401,7 +401,7 @@ def _train(
             steps_per_batch=trainer.steps_per_batch,
             tokens_per_row=trainer.tokens_per_row,
             num_ranks=num_ranks,
-            share_prefixes=trainer.share_prefixes,
+            share_prefixes=trainer.shares_prefixes,
             pair_cost=pair_cost(facts),
         )
         sizes.append((sum(cost for _, cost in steps), sum(rows for rows, _ in steps), line["time/train_s"]))

@@ -114,7 +114,7 @@ def of_config(
         max_kv_tokens=max(config.model.max_context_length, int(generator.kv_cache_gib * 2**30 / per_token)),
         num_data_ranks=parallel.data_shard * parallel.data_replicate,
         tokens_per_row=trainer.tokens_per_row,
-        share_prefixes=trainer.share_prefixes,
+        share_prefixes=trainer.shares_prefixes,
         pair_cost=pair_cost(facts),
         steps_per_batch=trainer.steps_per_batch,
         payload_capacity_bytes=int(config.payload.capacity_gib * 2**30),

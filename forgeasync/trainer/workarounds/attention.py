@@ -71,7 +71,7 @@ class PackedSequences(NamedTuple):
 def packed_sequences(visible_until_L: torch.Tensor, *, query_start: int = 0) -> PackedSequences:
     """Find the segments of a whole row (int64 [L]; see ``forgeasync.trainer.packing``)."""
     length = visible_until_L.numel()
-    starts, ends, below = _segments(visible_until_L)
+    starts, ends, below = map(torch.from_numpy, _segments(visible_until_L.numpy()))
     places, shapes = [], []
     for own in _alike(_size_class(ends - starts)):
         queries = _ranges(starts[own], ends[own], length)
@@ -89,14 +89,11 @@ def packed_sequences(visible_until_L: torch.Tensor, *, query_start: int = 0) -> 
     return PackedSequences(torch.cat(places), torch.tensor(shapes), query_start)
 
 
-def _segments(visible_until_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _segments(visible_until_L: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the first position and the end of each segment, and the end of the tokens below it: int64."""
     # Tokens of a segment are seen until the same position, and those of the next segment until another one.
-    is_start_L = torch.ones(len(visible_until_L), dtype=torch.bool)
-    is_start_L[1:] = visible_until_L[1:] != visible_until_L[:-1]
-    starts = is_start_L.nonzero().squeeze(1)
-    ends = torch.cat([starts[1:], torch.tensor([len(visible_until_L)])])
-    return starts, ends, visible_until_L[starts]
+    starts = np.flatnonzero(np.diff(visible_until_L, prepend=-1))
+    return starts, np.append(starts[1:], len(visible_until_L)), visible_until_L[starts]
 
 
 def _size_class(lengths: torch.Tensor) -> torch.Tensor:
@@ -412,7 +409,7 @@ def tree_metadata(visible_until_L: np.ndarray) -> PartMetadata:
 
     See ``forgeasync.trainer.packing``.
     """
-    starts, ends, below = _segments(torch.from_numpy(visible_until_L))
+    starts, ends, below = _segments(visible_until_L)
     places, num_keys, above = [], [], list[tuple[int, int, int]]()
     for segment in zip(starts.tolist(), ends.tolist(), below.tolist(), strict=True):
         start, end, until = segment
@@ -423,7 +420,7 @@ def tree_metadata(visible_until_L: np.ndarray) -> PartMetadata:
         if until > end:
             above = path
     return PartMetadata(
-        cu_seq_q=_offsets((ends - starts).numpy()),
+        cu_seq_q=_offsets(ends - starts),
         cu_seq_k=_offsets(np.asarray(num_keys)),
         max_q=int((ends - starts).max()),
         max_k=max(num_keys),

@@ -88,6 +88,7 @@ def test_published_runs(
         *(f"generator.num_replicas={num_replicas}", f"generator.tensor_parallel={tensor}"),
         *(f"generator.max_num_seqs={2 * num_rollouts // num_replicas}", "buffer.max_in_flight=null"),
         *("algorithm.group_size=32", f"algorithm.groups_per_step={num_rollouts // 32}"),
+        "trainer.share_prefixes=false",
         tokens=sequence - PROMPT_TOKENS,
         num_steps=24,
     )
