@@ -10,7 +10,7 @@ one version after another, and compares.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,8 +194,8 @@ class EngineReexecution:
         self._sampling = sampling
         self._later: list[RecordedRequest] = []
         """Requests that begin under later versions."""
-        self._crossing: dict[asyncio.Task[TokenDifference | None], RecordedRequest] = {}
-        """Requests that continue under later versions."""
+        self._open: dict[asyncio.Task[TokenDifference | None], RecordedRequest] = {}
+        """Requests that have begun, by the task that samples and compares each."""
         self._stands_still = asyncio.Event()
         """Set by the engine's thread whenever no request may run."""
 
@@ -220,12 +220,12 @@ class EngineReexecution:
         self._later += requests
         for request in self._later:
             if request.first_version == version:
-                self._crossing[asyncio.create_task(self._sample(request))] = request
+                self._open[asyncio.create_task(self._sample(request))] = request
         self._later = [one for one in self._later if one.first_version > version]
         while True:
-            num_open = sum(not task.done() for task in self._crossing)
+            num_open = sum(not task.done() for task in self._open)
             num_later = sum(
-                not task.done() and one.last_version > version for task, one in self._crossing.items()
+                not task.done() and one.last_version > version for task, one in self._open.items()
             )
             if num_open == num_later and await self._engine.between_steps(
                 lambda core, num=num_later: _all_wait(core, num)  # type: ignore[misc]  # bound now
@@ -235,12 +235,12 @@ class EngineReexecution:
             self._stands_still.clear()
             # Requests are on their way into the engine, or their results out of it.
             await asyncio.sleep(0)
-        ended = [task for task in self._crossing if task.done()]
-        of_ended = [self._crossing.pop(task) for task in ended]
+        ended = [task for task in self._open if task.done()]
+        of_ended = [self._open.pop(task) for task in ended]
         found = [one for task in ended if (one := task.result()) is not None]
         return ReexecutedVersion(
             num_tokens=sum(len(one.ids_N) for one in of_ended),
-            num_waiting=len(self._crossing),
+            num_waiting=len(self._open),
             differences=tuple(sorted(found, key=lambda one: (one.version, one.draw_id, one.position))),
         )
 
@@ -274,7 +274,7 @@ def _all_wait(core: EngineCore, num_requests: int) -> bool:
     return len(requests) == num_requests and not any(_is_due(core, one) for one in requests)
 
 
-def _hold_requests(core: EngineCore, tell: Any) -> None:
+def _hold_requests(core: EngineCore, tell: Callable[[], None]) -> None:
     """Hide requests that are not due from the scheduler; call ``tell`` whenever none is due."""
     scheduler = scheduler_of(core)
     schedule = scheduler.schedule
@@ -302,6 +302,6 @@ def _hold_requests(core: EngineCore, tell: Any) -> None:
         tell()
         return False
 
-    # vLLM has no hook for this: both are called by the engine core before each step.
+    # vLLM 0.32 has no hook for this. The engine core calls both before each step.
     scheduler.schedule = schedule_due  # type: ignore[method-assign]
     scheduler.has_requests = has_requests  # type: ignore[method-assign]
