@@ -11,13 +11,13 @@ from .what_if import ProfileOf as ProfileOf
 from .what_if import plan_splits as plan_splits
 
 # Only tests import these.
-from .clock import Clock as Clock
+from .engine import Clock as Clock
 from .engine import Engine as Engine
 from .engine import EngineCost as EngineCost
 from .from_run import ProfiledRun as ProfiledRun
-from .groups import DrawnRollout as DrawnRollout
-from .groups import Sequence as Sequence
-from .groups import SimulatedGroup as SimulatedGroup
+from .engine import DrawnRollout as DrawnRollout
+from .engine import Sequence as Sequence
+from .engine import SimulatedGroup as SimulatedGroup
 from .profile import DecodePoint as DecodePoint
 from .profile import DecodeTable as DecodeTable
 from .profile import Distribution as Distribution

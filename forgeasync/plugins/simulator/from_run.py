@@ -44,10 +44,15 @@ from forgeasync.observability import (
     num_steps_ahead,
 )
 from forgeasync.planning import KV_BLOCK_TOKENS, pair_cost, planned_machine
-from forgeasync.plugins.simulator.clock import Clock
-from forgeasync.plugins.simulator.engine import Engine, EngineCost
-from forgeasync.plugins.simulator.groups import Counts, DrawnRollout, SimulatedGroup
-from forgeasync.plugins.simulator.groups import Sequence as OneRollout
+from forgeasync.plugins.simulator.engine import (
+    Clock,
+    Counts,
+    DrawnRollout,
+    Engine,
+    EngineCost,
+    SimulatedGroup,
+)
+from forgeasync.plugins.simulator.engine import Sequence as OneRollout
 from forgeasync.plugins.simulator.profile import (
     DecodePoint,
     DecodeTable,
@@ -521,7 +526,7 @@ def _replay(groups: Sequence[SampledGroup], pauses: Sequence[Span], cost: Engine
         index = sequence.group.group_id
         passed[index] = np.subtract(sequence.counts, begun[index])
 
-    engine = Engine(0, cost, clock, ended, version=0)
+    engine = Engine(0, cost, clock, ended)
     for index, group in enumerate(groups):
         clock.after(group.begin_s - zero_s, functools.partial(add, index))
     for pause in pauses:

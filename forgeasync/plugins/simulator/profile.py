@@ -425,11 +425,6 @@ class DecodeTable:
         """Seconds by context, for the numbers of sequences that were requested before."""
         self.num_beyond = 0
 
-    @property
-    def depends_on_context(self) -> bool:
-        """Whether more than one length of context was measured."""
-        return len(self._contexts) > 1
-
     def step_s(self, num_running: int, num_context_tokens: float) -> float:
         """Return the seconds of one step with at least one sequence."""
         assert num_running > 0

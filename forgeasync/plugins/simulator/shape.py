@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from forgeasync.config import (
     AccountingSection,
     BufferSection,
+    Interruption,
     LocalLauncher,
     ModelFacts,
     RunConfig,
@@ -92,7 +93,8 @@ def of_config(
     """Return the run of a checked config, with ``num_steps`` steps (None: all of the config's).
 
     Raises:
-        ConfigError: the run has an environment, or the profile does not know a source of its data.
+        ConfigError: the run has an environment or an interruption other than in_flight, or the profile does
+            not know a source of its data.
     """
     sources = {source.name: source.weight for source in named_sources(config.data)}
     raise_if_any(_unknown(config, profile, sources))
@@ -142,6 +144,10 @@ def _unknown(config: RunConfig, profile: Profile, sources: dict[str, float]) -> 
     if config.environment is not None:
         remedy = "must be left out: a profile has no times of episodes"
         problems.append(Problem(field="environment", remedy=remedy))
+    interruption = config.weights.interruption
+    if interruption is not Interruption.IN_FLIGHT:
+        remedy = "must be 'in_flight': others are not simulated"
+        problems.append(Problem(field="weights.interruption", value=interruption.value, remedy=remedy))
     return problems
 
 

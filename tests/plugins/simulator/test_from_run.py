@@ -42,7 +42,7 @@ COST = engine_cost(decode_table(STEPS_S), prefill_s=PROMPT_S, **LIMITS)
 def sampled_s(groups: dict[int, tuple[int, list[int]]]) -> dict[int, float]:
     """How long one engine takes for groups that come at once: tokens of the prompt and of each response."""
     clock, ends = Clock(), dict[int, float]()
-    engine = Engine(0, COST, clock, lambda one: ends.__setitem__(one.group.group_id, clock.now_s), version=0)
+    engine = Engine(0, COST, clock, lambda one: ends.__setitem__(one.group.group_id, clock.now_s))
     for number, (num_prompt, lengths) in groups.items():
         engine.add(made_group(number, lengths, num_prompt=num_prompt).sequences)
     play(clock)

@@ -92,10 +92,20 @@ def test_what_cannot_be_planned_is_refused(overrides: list[str], source: str, pr
         _plan(minimal_config(*OVERRIDES, *overrides), profile)
 
 
-def test_runs_with_an_environment_are_refused() -> None:
-    config = load_config(CONFIGS / "game_cpu.yaml")
-    with pytest.raises(ConfigError, match="environment: must be left out: a profile has no"):
-        of_config(config, FACTS, simple_profile())
+@pytest.mark.parametrize(
+    ("name", "overrides", "problem"),
+    [
+        ("game_cpu", [], "environment: must be left out: a profile has no"),
+        (
+            "tiny_moe_cpu",
+            ["weights.interruption=drain"],
+            "weights.interruption = 'drain': must be 'in_flight'",
+        ),
+    ],
+)
+def test_runs_that_are_not_simulated_are_refused(name: str, overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        of_config(load_config(CONFIGS / f"{name}.yaml", overrides), FACTS, simple_profile())
 
 
 BIG = CONFIGS / "qwen3_30b_a3b.yaml"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.buffer import Start
-from forgeasync.config import AgeOf, BufferSection, Interruption, ScorerSection, StaleGroups, WeightsSection
+from forgeasync.config import AgeOf, BufferSection, KvAfterSwap, ScorerSection, StaleGroups, WeightsSection
 from forgeasync.plugins.simulator import Prediction, Profile, RunSimulation, SimulatedRun, simulate, what_if
 from forgeasync.rollouts import padded_length
 from tests.support.profiles import simple_profile, small_run
@@ -44,7 +44,7 @@ runs = st.builds(
         max_in_flight=st.sampled_from([None, 1, 3]),
         adapt_load=st.booleans(),
     ),
-    weights=st.builds(WeightsSection, interruption=st.sampled_from(list(Interruption))),
+    weights=st.builds(WeightsSection, kv_cache=st.sampled_from(list(KvAfterSwap))),
     scorer=st.builds(ScorerSection, num_workers=st.integers(1, 2), max_queued=st.sampled_from([1, 100])),
     seed=st.integers(0, 100),
 )
