@@ -1,3 +1,4 @@
+from .from_run import print_profiled_run as print_profiled_run
 from .from_run import profile_run as profile_run
 from .profile import read_profile as read_profile
 from .profile import write_profile as write_profile
@@ -5,9 +6,8 @@ from .run import simulate_seeds as simulate_seeds
 from .shape import SimulatedRun as SimulatedRun
 from .shape import of_config as of_config
 from .stated_profile import stated_profile as stated_profile
-from .tables import print_plan as print_plan
-from .tables import print_profiled_run as print_profiled_run
 from .what_if import ProfileOf as ProfileOf
+from .what_if import print_plan as print_plan
 from .what_if import plan_splits as plan_splits
 
 # Only tests import these.
