@@ -30,7 +30,7 @@ from .profile import TrainTable as TrainTable
 from .profile import WeightTimes as WeightTimes
 from .profile import fit_lengths as fit_lengths
 from .run import RunSimulation as RunSimulation
-from .run import Scorers as Scorers
+from .run import RandomDraws as RandomDraws
 from .run import simulate as simulate
 from .shape import Prediction as Prediction
 from .what_if import SplitPlan as SplitPlan

@@ -576,9 +576,7 @@ def print_profiled_run(profiled: ProfiledRun) -> None:
             f"{response.mean.mean:.0f} (p95 {response.at(0.95):.0f}), alike within a group by "
             f"{lengths.prompt_share:.2f}"
         )
-    console.print(
-        f"starting: {profile.start_s.mean:.0f} s from the command until all processes are connected"
-    )
+    console.print(f"starting: {profile.start_s.mean:.0f} s from the command to the first step")
     console.print(
         f"steps of the run took {profiled.measured_s:.3g} s each; simulated with this profile "
         f"{profiled.simulated_s:.3g} s"

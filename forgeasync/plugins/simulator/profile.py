@@ -349,7 +349,7 @@ def read_profile(file: Path) -> Profile:
         raise _refusal(file, f"must be JSON: {error}") from error
     if not isinstance(values, dict) or "format_version" not in values:
         raise _refusal(file, "has no format_version; must be a profile")
-    if values["format_version"] != FORMAT_VERSION or isinstance(values["format_version"], bool):
+    if values["format_version"] != FORMAT_VERSION:
         remedy = f"must be {FORMAT_VERSION}: read the run again with this version of forgeasync"
         raise ConfigError(
             [Problem(field=f"{file}: format_version", value=values["format_version"], remedy=remedy)]

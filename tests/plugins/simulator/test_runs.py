@@ -1,6 +1,6 @@
 """Runs in simulated time: laws that hold for all of them, and times that can be computed by hand."""
 
-from collections.abc import Callable
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.buffer import Start
 from forgeasync.config import AgeOf, BufferSection, KvAfterSwap, ScorerSection, StaleGroups, WeightsSection
-from forgeasync.plugins.simulator import Prediction, Profile, RunSimulation, SimulatedRun, simulate, what_if
+from forgeasync.plugins.simulator import Profile, RandomDraws, RunSimulation, SimulatedRun, simulate, what_if
 from forgeasync.rollouts import padded_length
 from tests.support.profiles import simple_profile, small_run
 
@@ -60,40 +59,6 @@ profiles = st.builds(
 )
 
 
-def _played(run: SimulatedRun, profile: Profile) -> tuple[RunSimulation, Prediction, float, list[float]]:
-    """A run, with the number of groups in flight, integrated over time, and how long each was there that was
-    scored or given up, by the buffer."""
-    simulation = RunSimulation(run, profile)
-    clock, buffer = simulation.clock, simulation.buffer
-    step, start, scored, failed = clock.step, buffer.start, buffer.scored, buffer.failed
-    began_s, sojourns_s, area_s = dict[int, float](), list[float](), 0.0
-
-    def counted_step() -> bool:
-        nonlocal area_s
-        # What happens in a step of the clock happens at its end.
-        num, before_s = buffer.num_in_flight, clock.now_s
-        is_there = step()
-        area_s += num * (clock.now_s - before_s)
-        return is_there
-
-    def counted_start() -> Start | None:
-        if (started := start()) is not None:
-            began_s[started.group_id] = clock.now_s
-        return started
-
-    def ended(end: Callable[..., object]) -> Callable[..., object]:
-        def counted_end(group_id: int, *arguments: object) -> object:
-            sojourns_s.append(clock.now_s - began_s.pop(group_id))
-            return end(group_id, *arguments)
-
-        return counted_end
-
-    clock.step = counted_step
-    buffer.start, buffer.scored, buffer.failed = counted_start, ended(scored), ended(failed)
-    prediction = simulation.simulate()
-    return simulation, prediction, area_s, sojourns_s
-
-
 @pytest.mark.parametrize("max_groups", [None, 8])
 def test_the_last_steps_of_a_run_do_not_count(max_groups: int | None) -> None:
     """Generators run out of prompts before the trainer runs out of groups."""
@@ -107,40 +72,22 @@ def test_the_last_steps_of_a_run_do_not_count(max_groups: int | None) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(runs, profiles)
-def test_littles_law_and_conservation(run: SimulatedRun, profile: Profile) -> None:
-    """L = lambda W (Little 1961): groups in flight, by the buffer, are those that come a second times the
-    seconds that each is there, by the simulation."""
-    simulation, prediction, area_s, sojourns_s = _played(run, profile)
-    buffer = simulation.buffer
-    num_dropped = sum(buffer.num_dropped.values())
-    assert len(sojourns_s) == buffer.num_trained + num_dropped + buffer.num_complete
-    if not buffer.num_in_flight:
-        assert area_s == pytest.approx(sum(sojourns_s), rel=1e-6, abs=1e-6)
-    assert buffer.num_trained == run.num_steps * run.groups_per_step
-    assert len(prediction.steps) == run.num_steps
-    for before, after in zip(prediction.steps, prediction.steps[1:], strict=False):
-        assert before.end_s == after.begin_s <= after.end_s
-    for step in prediction.steps:
-        parts_s = step.wait_s + step.train_s + step.publish_s
-        assert parts_s <= step.step_s * (1 + 1e-9) + 1e-9
-
-
-@settings(max_examples=20, deadline=None)
-@given(runs, profiles)
-def test_tokens_are_within_the_bound_and_all_are_counted(run: SimulatedRun, profile: Profile) -> None:
+def test_laws_of_all_runs(run: SimulatedRun, profile: Profile) -> None:
+    """Steps follow each other, ages are bounded, every token counts, and a repetition is equal."""
     run = replace(run, buffer=run.buffer.model_copy(update={"age_of": AgeOf.OLDEST_TOKEN}))
-    prediction = simulate(run, profile)
-    assert all(age <= run.max_off_policy_steps for step in prediction.steps for age, _ in step.ages)
-    for step in prediction.steps:
+    simulation = RunSimulation(run, profile)
+    steps = simulation.simulate().steps
+    assert len(steps) == run.num_steps
+    assert simulation.buffer.num_trained == run.num_steps * run.groups_per_step
+    for before, after in itertools.pairwise(steps):
+        assert before.end_s == after.begin_s <= after.end_s
+    num_rollouts = run.groups_per_step * run.group_size
+    for step in steps:
+        assert step.wait_s + step.train_s + step.publish_s <= step.step_s * (1 + 1e-9) + 1e-9
+        assert all(age <= run.max_off_policy_steps for age, _ in step.ages)
         assert step.num_trained_tokens == sum(num for _, num in step.ages)
-        lengths = run.groups_per_step * run.group_size
-        assert 20 * lengths <= step.num_trained_tokens <= 80 * lengths
-
-
-@settings(max_examples=8, deadline=None)
-@given(runs, profiles)
-def test_the_same_run_is_the_same_to_the_last_bit(run: SimulatedRun, profile: Profile) -> None:
-    assert simulate(run, profile).steps == simulate(run, profile).steps
+        assert 20 * num_rollouts <= step.num_trained_tokens <= 80 * num_rollouts
+    assert simulate(run, profile).steps == steps
 
 
 def test_another_seed_is_another_run() -> None:
@@ -231,8 +178,7 @@ def test_group_lengths_are_as_alike_as_the_profile_says() -> None:
     lengths = tuple(float(20 + 5 * index) for index in range(13))
     spread = []
     for share in (0.0, 1.0):
-        simulation = RunSimulation(small_run(), simple_profile(lengths=lengths, prompt_share=share))
-        draws = simulation._draws
+        draws = RandomDraws(small_run(), simple_profile(lengths=lengths, prompt_share=share))
         groups = [draws.group(draws.order.next(), draw_id) for draw_id in range(300)]
         tokens = [[rollout.num_tokens for rollout in group] for group in groups]
         mean = sum(map(sum, tokens)) / (300 * 4)
