@@ -7,9 +7,8 @@ import re
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from forgeasync.plugins.viewer.appended_lines import LineUnreadable, Piece, read_record
@@ -26,21 +25,19 @@ VALUES = ("mismatch", "ratio", "advantage", "entropy", "version", "kept", "logpr
 
 Answer = dict[str, object]
 
-# Form of a run's lines in rollouts.jsonl. Any other line is parsed, which takes longer and refuses lone
-# surrogates.
-_ROLLOUT = re.compile(rb'\{"step": (\d{1,17}), "group_id": (\d{1,17}), .*\}')
+# A whole line is too long to be parsed, so only its beginning is read.
+_ROLLOUT = re.compile(rb'\{"step": (\d{1,17}), "group_id": (\d{1,17}), ')
 
-# Beginning of a run's lines in tokens.jsonl: of a rollout, or of the worst tokens of a step. The whole line
-# is too long to be parsed.
+# Values of a rollout, or of the worst tokens of a step.
 _TOKENS = re.compile(
     rb'\{"step": (\d{1,17}), '
     rb'(?:"group_id": (\d{1,17}), "episode": (\d{1,17}), "agent": (\d{1,17}), |"worst": )'
 )
 
-_WORST = (-1, -1, -1)
-"""Replaces the rollout's key in a line with the worst tokens of a step."""
+_NONE = -1
+"""Number in the index for a field that a line does not have."""
 
-_Number = Annotated[int, msgspec.Meta(ge=0, lt=10**17)]
+_WORST = RolloutKey(group_id=_NONE, episode=_NONE, agent=_NONE)
 
 
 class RolloutNotFound(ValueError):
@@ -51,44 +48,32 @@ class TokensNotFound(ValueError):
     """Values of tokens cannot be read; the text has the reason."""
 
 
-class _Head(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that are read from a rollout's line of another form."""
-
-    step: _Number
-    group_id: _Number
-
-
-_HEAD_DECODER = msgspec.json.Decoder(_Head)
-
-
 class _LineIndex:
     """The offset of every line of a file, and some numbers of each line; 8 bytes per number."""
 
-    def __init__(self, file: Path, *names: str) -> None:
+    def __init__(self, file: Path, beginning: re.Pattern[bytes], *names: str) -> None:
+        """``beginning`` matches a line that belongs in the file; ``names`` are those of its groups."""
         self.num_damaged = 0
         """Number of lines that do not belong in such a file."""
         self._file = file
+        self._beginning = beginning
         self._offsets = array("q")
         self._columns = {name: array("q") for name in names}
 
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def _numbers(self, line: bytes) -> tuple[int, ...] | None:
-        """Return the columns' numbers of a line; None if it is damaged."""
-        raise NotImplementedError
-
     def add(self, piece: Piece) -> None:
         """Add the next lines; damaged lines are counted and skipped."""
         offset = piece.start
         for line in piece.lines():
-            numbers = self._numbers(line)
-            if numbers is None:
+            found = self._beginning.match(line)
+            if found is None or not line.endswith(b"}"):
                 self.num_damaged += 1
             else:
                 self._offsets.append(offset)
-                for column, number in zip(self._columns.values(), numbers, strict=True):
-                    column.append(number)
+                for column, number in zip(self._columns.values(), found.groups(), strict=True):
+                    column.append(_NONE if number is None else int(number))
             offset += len(line) + 1
 
     def find(self, **wanted: int) -> list[int]:
@@ -103,16 +88,7 @@ class RolloutIndex(_LineIndex):
     """Steps, groups and offsets of all rollouts so far; rollouts are numbered in the order of the file."""
 
     def __init__(self, file: Path) -> None:
-        super().__init__(file, "step", "group")
-
-    def _numbers(self, line: bytes) -> tuple[int, ...] | None:
-        if (found := _ROLLOUT.fullmatch(line)) is not None:
-            return int(found[1]), int(found[2])
-        try:
-            head = _HEAD_DECODER.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
-        return head.step, head.group_id
+        super().__init__(file, _ROLLOUT, "step", "group")
 
     def read(self, number: int) -> dict[str, Any]:
         """Read one rollout.
@@ -186,13 +162,7 @@ class TokenIndex(_LineIndex):
     """Offsets of all lines of tokens.jsonl so far; the newer of two equal lines counts."""
 
     def __init__(self, file: Path) -> None:
-        super().__init__(file, "step", "group", "episode", "agent")
-
-    def _numbers(self, line: bytes) -> tuple[int, ...] | None:
-        head = _TOKENS.match(line)
-        if head is None or not line.endswith(b"}"):
-            return None
-        return int(head[1]), *(_WORST if head[2] is None else map(int, head.groups()[1:]))
+        super().__init__(file, _TOKENS, "step", "group", "episode", "agent")
 
     def branches(self, step: int, key: RolloutKey) -> list[dict[str, Any]]:
         """Read the values of a rollout of a step, by branch.
@@ -200,8 +170,7 @@ class TokenIndex(_LineIndex):
         Raises:
             TokensNotFound: there are none, or the file has changed.
         """
-        place = (key.group_id, key.episode, key.agent)
-        return self._read(step, place, "branches", "this rollout")
+        return self._read(step, key, "branches", "this rollout")
 
     def worst(self, step: int) -> list[dict[str, Any]]:
         """Read the worst tokens of a step.
@@ -211,15 +180,11 @@ class TokenIndex(_LineIndex):
         """
         return self._read(step, _WORST, "worst", f"step {step}")
 
-    def _read(self, step: int, place: tuple[int, int, int], part: str, what: str) -> list[dict[str, Any]]:
+    def _read(self, step: int, key: RolloutKey, part: str, what: str) -> list[dict[str, Any]]:
         name = self._file.name
         if not len(self):
-            raise TokensNotFound(
-                f"the run has no {name}: an earlier version made it, or logging.rollouts_per_step is 0, "
-                "or no step is done"
-            )
-        group, episode, agent = place
-        found = self.find(step=step, group=group, episode=episode, agent=agent)
+            raise TokensNotFound(f"the run has no {name}: logging.rollouts_per_step is 0, or no step is done")
+        found = self.find(step=step, group=key.group_id, episode=key.episode, agent=key.agent)
         if not found:
             raise TokensNotFound(f"{name} has no values of {what}")
         try:
@@ -268,10 +233,7 @@ def tokens_answer(
 
 
 def _key_of(record: Mapping[str, Any]) -> RolloutKey:
-    # Runs of earlier versions have neither episodes nor agents.
-    return RolloutKey(
-        group_id=record["group_id"], episode=record.get("episode", 0), agent=record.get("agent", 0)
-    )
+    return RolloutKey(group_id=record["group_id"], episode=record["episode"], agent=record["agent"])
 
 
 def _page(branch: Mapping[str, Any], skip: int) -> Answer:
@@ -332,7 +294,7 @@ def worst_answer(rollouts: RolloutIndex, tokens: TokenIndex, step: int) -> Answe
     for group in {group for one in worst if isinstance(group := one.get("group_id"), int)}:
         for number in rollouts.find(step=step, group=group):
             record = rollouts.read(number)
-            numbers[group, record.get("episode", 0), record.get("agent", 0)] = number
+            numbers[group, record.get("episode"), record.get("agent")] = number
     return {
         "problem": None,
         "worst": [

@@ -9,7 +9,7 @@ import logging
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from enum import Enum
+from enum import StrEnum
 from importlib.resources import files
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -18,13 +18,12 @@ import msgspec
 from aiohttp import web
 
 from forgeasync.buffer import DropReason
-from forgeasync.observability import visible
-from forgeasync.plugins.viewer.groups import Fate, RunClock, life_answer
-from forgeasync.plugins.viewer.metrics import HEADLINES, glossary, meaning_of
+from forgeasync.observability import TOPICS, definition_of, visible
+from forgeasync.plugins.viewer.groups import Fate, RunClock, history_answer
+from forgeasync.plugins.viewer.metrics import HEADLINES
 from forgeasync.plugins.viewer.processes import faults_answer, lanes_answer
 from forgeasync.plugins.viewer.rollouts import RolloutNotFound, tokens_answer, worst_answer
-from forgeasync.plugins.viewer.run_reader import RunReader
-from forgeasync.plugins.viewer.status import SHOWN, newest_values, status_of
+from forgeasync.plugins.viewer.run_reader import SHOWN, RunReader, newest_values, status_of
 
 MAX_GROUPS = 200
 """Maximum number of groups of one answer."""
@@ -41,7 +40,7 @@ _MAX_NUMBER = 10**17
 
 Answer = dict[str, object]
 
-E = TypeVar("E", bound=Enum)
+E = TypeVar("E", bound=StrEnum)
 
 
 class BadQuestion(ValueError):
@@ -85,12 +84,12 @@ class Parameters:
             raise BadQuestion(f"{name} is missing; must be a whole number from 0 to {_MAX_NUMBER - 1}")
         return found
 
-    def choice(self, name: str, choices: Mapping[str, E]) -> E | None:
+    def choice(self, name: str, choices: type[E]) -> E | None:
         """Return one of a closed set of choices; None if it is not given."""
         text = self._one(name)
-        if text is not None and text not in choices:
+        if text is not None and text not in list(choices):
             raise BadQuestion(f"{name} = {text[:40]!r}; must be one of {', '.join(choices)}")
-        return None if text is None else choices[text]
+        return None if text is None else choices(text)
 
 
 def answer(runs: Sequence[RunReader], name: str, given: Parameters) -> Answer:
@@ -124,13 +123,24 @@ def _runs(runs: Sequence[RunReader]) -> Answer:
             }
             for run in runs
         ],
-        "meanings": {key: meaning_of(key) for key in keys},
+        "meanings": {key: found.meaning for key in keys if (found := definition_of(key)) is not None},
     }
 
 
 def _glossary(runs: Sequence[RunReader]) -> Answer:
     """Return all metrics that this version of forgeasync defines, by topic."""
-    return {"topics": glossary()}
+    return {
+        "topics": [
+            {
+                "heading": topic.heading,
+                "note": topic.note,
+                "metrics": [
+                    {"key": one.key, "meaning": one.meaning, "when": one.when} for one in topic.metrics
+                ],
+            }
+            for topic in TOPICS
+        ]
+    }
 
 
 def _settings(runs: Sequence[RunReader]) -> Answer:
@@ -151,35 +161,35 @@ def _settings(runs: Sequence[RunReader]) -> Answer:
 
 def _groups(run: RunReader, given: Parameters) -> Answer:
     """Return a page of the groups, newest first, and their number."""
-    lives, clock = run.groups, RunClock(run.groups, run.metrics)
-    found = lives.find(
-        fate=given.choice("fate", {one.word: one for one in Fate}),
-        reason=given.choice("reason", {one.value: one for one in DropReason}),
+    groups, clock = run.groups, RunClock(run.groups, run.metrics)
+    found = groups.find(
+        fate=given.choice("fate", Fate),
+        reason=given.choice("reason", DropReason),
         step=given.optional("step"),
     )
     skip = given.number("skip", default=0)
     limit = given.number("limit", default=50, below=MAX_GROUPS + 1)
     return {
         "num_groups": len(found),
-        "groups": [life_answer(lives, clock, life) for life in found[skip : skip + limit]],
+        "groups": [history_answer(groups, clock, one) for one in found[skip : skip + limit]],
     }
 
 
 def _group(run: RunReader, given: Parameters) -> Answer:
     """Return one group: its histories, the other attempts at its prompt, and its rollouts."""
     group = given.required("group")
-    lives, clock = run.groups, RunClock(run.groups, run.metrics)
-    found, rollouts = lives.of_group(group), run.rollouts.find(group=group)
+    groups, clock = run.groups, RunClock(run.groups, run.metrics)
+    found, rollouts = groups.of_group(group), run.rollouts.find(group=group)
     if not found and not rollouts:
         raise NotThere(f"group = {group}: no line read so far names it; groups have numbers from 0 on")
-    task = lives.task_of(found[0].prompt) if found else None
-    attempts = lives.of_prompt(found[0].prompt) if found else []
+    task = groups.task_of(found[0].prompt) if found else None
+    attempts = groups.of_prompt(found[0].prompt) if found else []
     return {
         "group": group,
         "source": None if task is None else task[0],
         "task_id": None if task is None else task[1],
-        "lives": [life_answer(lives, clock, life) for life in found],
-        "attempts": [{"group": one.group, "attempt": one.attempt, "fate": one.fate.word} for one in attempts],
+        "histories": [history_answer(groups, clock, one) for one in found],
+        "attempts": [{"group": one.group, "attempt": one.attempt, "fate": one.fate} for one in attempts],
         **run.rollouts.rows(rollouts),
     }
 

@@ -90,21 +90,6 @@ def test_lives_of_groups_are_nested_and_those_of_one_number_apart(tmp_path: Path
     assert phases == ["group 2", "sampling", "scoring", "waiting"]
 
 
-def test_a_fault_is_at_the_step_whose_metrics_count_it_first(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "made", num_steps=1)
-    lines = []
-    for step in (1, 2, 3):
-        line = {key: value for key, value in metrics_of(step).items() if "faults/" not in key}
-        lines.append({**line, "faults/detected_trainer": float(step > 1), "faults/detected_scorer": 0})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    fault = {"time_s": 5e8, "event": "detected", "role": "trainer", "who": "rank 0", "what": "died"}
-    faults = [json.dumps({**fault, "number": number}) + "\n" for number in (0, 1)]
-    (folder / "faults.jsonl").write_text("".join(faults))
-    found = bars(trace_of(folder, tmp_path / "trace.json"), "faults")
-    # The second one is in no line yet.
-    assert [one["ts"] for one in found] == [STEP_S * 2e6, STEP_S * 3e6]
-
-
 def test_processes_steps_and_faults_have_one_clock(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "made", num_steps=3)
     write_traces(folder, num_steps=3)
