@@ -186,6 +186,19 @@ def memory_rows(section: MemorySection) -> list[Row]:
     return [(f"{section.owner}: {item.name}", gib(item.num_bytes), item.how) for item in items]
 
 
+def plan_table(title: str, *sections: Sequence[Row]) -> Table:
+    """Return a table of sections of rows."""
+    table = Table(title=title, title_justify="left", caption=NOTE, caption_justify="left")
+    table.add_column("", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("what that is")
+    for rows in sections:
+        for row in rows:
+            table.add_row(*row)
+        table.add_section()
+    return table
+
+
 def gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
 
@@ -584,17 +597,8 @@ def memory_table(config: RunConfig) -> Table:
     """
     facts = read_model_facts(config.model.path)
     raise_if_any(check_config(config, facts))
-    table = Table(
-        title=f"memory of {config.name}", title_justify="left", caption=NOTE, caption_justify="left"
-    )
-    table.add_column("", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("what that is")
-    for section in memory_plan(resolve(config, facts), facts):
-        for row in memory_rows(section):
-            table.add_row(*row)
-        table.add_section()
-    return table
+    plan = memory_plan(resolve(config, facts), facts)
+    return plan_table(f"memory of {config.name}", *map(memory_rows, plan))
 
 
 def main() -> int:
