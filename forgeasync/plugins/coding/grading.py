@@ -92,7 +92,7 @@ def run_command(name: str, *arguments: str | int) -> list[str]:
 
 @functools.lru_cache(maxsize=64)
 def manifest_of(checkout: Path) -> bytes:
-    """Return kind, digest and mode of every file of a checkout, as JSON for the program ``take``."""
+    """Return kind, digest and mode of every file of a checkout, as JSON for the program ``changes``."""
     found: dict[str, list[Any]] = {}
     for parent, folders, files in os.walk(checkout):
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
@@ -125,7 +125,7 @@ async def take_changes(
     try:
         await box.write(listed, manifest_of(record.checkout))
         done = await box.exec(
-            run_command("take", listed, result, max_bytes, max_files), timeout_s=TAKE_LIMIT_S
+            run_command("changes", "take", listed, result, max_bytes, max_files), timeout_s=TAKE_LIMIT_S
         )
         if done.timed_out or done.exit_code:
             return _nothing(f"the workspace cannot be read: {done.stderr.strip()[-300:]}")
