@@ -366,15 +366,12 @@ def _refusal(file: Path, remedy: str) -> ConfigError:
 
 def _problems(file: Path, error: ValidationError) -> Iterator[Problem]:
     for details in error.errors(include_url=False):
-        field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in details["loc"])
-        # A rule across fields names them in its message, and its value would be the whole section.
-        is_own_rule = details["type"] == "value_error"
-        remedy = details["msg"].removeprefix("Value error, ") if is_own_rule else details["msg"]
-        where = f"{file}: {field.removeprefix('.')}".removesuffix(": ")
+        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in details["loc"])
+        given = details["input"]
         yield Problem(
-            field=where,
-            value=None if is_own_rule or details["type"] == "missing" else details["input"],
-            remedy=remedy,
+            field=f"{file}: {path.removeprefix('.')}",
+            value=given if isinstance(given, int | float | str) else None,
+            remedy=details["msg"].removeprefix("Value error, "),
         )
 
 
