@@ -28,11 +28,12 @@ def test_a_file_becomes_tasks_that_find_their_checkouts(folder: Path, record: Ca
     issues = ({"instance_id": f"shop-{i}", "problem_statement": f"issue {i}"} for i in range(8))
     records += [record("unittest") | one for one in issues]
     found = problems(folder, records, "all", num_train=6, num_held_out=3)
-    held_out, train = found.held_out(), found.train(set())
+    held_out = found.held_out()
+    train = found.train({task.prompt for task in held_out})
     assert len(held_out) == 3 and len(train) == 6
     assert not {task.prompt for task in held_out} & {task.prompt for task in train}
     again = problems(folder, records, "all", num_train=6, num_held_out=3, seed=1)
-    assert again.held_out() == held_out and again.train(set()) != train
+    assert again.held_out() == held_out and list(again.train({held_out[0].prompt})) != list(train)
     for task in (*held_out, *train):
         read = read_record(task.record, Path("/"))
         assert read.checkout.is_absolute() and (read.checkout / "shop").is_dir()
@@ -41,8 +42,9 @@ def test_a_file_becomes_tasks_that_find_their_checkouts(folder: Path, record: Ca
 
 def test_held_out_texts_are_not_trained_on(folder: Path, record: CaptureSpec) -> None:
     twice = [record("unittest"), record("unittest") | {"instance_id": "other"}]
-    with pytest.raises(ConfigError, match=r"data.num_train = 1: .* has only 0"):
-        problems(folder, twice, "twice").train(set())
+    found = problems(folder, twice, "twice")
+    with pytest.raises(ConfigError, match=r"data.num_train = 1: .* gave only 0"):
+        found.train({task.prompt for task in found.held_out()})
 
 
 def test_hidden_tests_are_what_the_patch_makes_of_the_checkout(folder: Path, record: CaptureSpec) -> None:
