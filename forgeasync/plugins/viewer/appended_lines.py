@@ -167,7 +167,7 @@ class FollowedFile(Generic[C]):
 
 
 class LineUnreadable(ValueError):
-    """A line cannot be read at its offset; the text has the reason."""
+    """A line cannot be read; the text has the reason."""
 
 
 def read_record(file: Path, offset: int) -> dict[str, Any]:

@@ -44,10 +44,6 @@ class RolloutNotFound(ValueError):
     """A rollout cannot be read; the text has the reason."""
 
 
-class TokensNotFound(ValueError):
-    """Values of tokens cannot be read; the text has the reason."""
-
-
 class _LineIndex:
     """The offset of every line of a file, and some numbers of each line; 8 bytes per number."""
 
@@ -168,7 +164,7 @@ class TokenIndex(_LineIndex):
         """Read the values of a rollout of a step, by branch.
 
         Raises:
-            TokensNotFound: there are none, or the file has changed.
+            LineUnreadable: there are none, or the file has changed.
         """
         return self._read(step, key, "branches", "this rollout")
 
@@ -176,26 +172,23 @@ class TokenIndex(_LineIndex):
         """Read the worst tokens of a step.
 
         Raises:
-            TokensNotFound: there are none, or the file has changed.
+            LineUnreadable: there are none, or the file has changed.
         """
         return self._read(step, _WORST, "worst", f"step {step}")
 
     def _read(self, step: int, key: RolloutKey, part: str, what: str) -> list[dict[str, Any]]:
         name = self._file.name
         if not len(self):
-            raise TokensNotFound(f"the run has no {name}: logging.rollouts_per_step is 0, or no step is done")
+            raise LineUnreadable(f"the run has no {name}: logging.rollouts_per_step is 0, or no step is done")
         found = self.find(step=step, group=key.group_id, episode=key.episode, agent=key.agent)
         if not found:
-            raise TokensNotFound(f"{name} has no values of {what}")
-        try:
-            record = read_record(self._file, self._offsets[found[-1]])
-        except LineUnreadable as error:
-            raise TokensNotFound(str(error)) from None
+            raise LineUnreadable(f"{name} has no values of {what}")
+        record = read_record(self._file, self._offsets[found[-1]])
         if record.get("step") != step:
-            raise TokensNotFound(f"{name} has changed: a line is no longer at its offset")
+            raise LineUnreadable(f"{name} has changed: a line is no longer at its offset")
         values = record.get(part)
         if not isinstance(values, list) or not all(isinstance(one, dict) for one in values):
-            raise TokensNotFound(f"a line of {name} is damaged: {part} is not a list of objects")
+            raise LineUnreadable(f"a line of {name} is damaged: {part} is not a list of objects")
         return values
 
 
@@ -215,10 +208,10 @@ def tokens_answer(
     try:
         branches = tokens.branches(step, key)
         if not branch < len(branches):
-            raise TokensNotFound(f"branch = {branch}; must be 0 to {len(branches) - 1}")
+            raise LineUnreadable(f"branch = {branch}; must be 0 to {len(branches) - 1}")
         page = _page(branches[branch], skip)
         worst = _worst_places(tokens, step, key, branches[branch]["branch"])
-    except TokensNotFound as error:
+    except LineUnreadable as error:
         return {"problem": str(error)}
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         return {"problem": f"the values of this rollout's tokens are damaged ({error!r})"}
@@ -270,7 +263,7 @@ def _worst_places(tokens: TokenIndex, step: int, key: RolloutKey, branch: int) -
     """Return the positions of a branch's tokens among the worst of the step, each with its rank from 1."""
     try:
         worst = tokens.worst(step)
-    except TokensNotFound:
+    except LineUnreadable:
         # It is the step's last line, and may not be written yet.
         return []
     return [
@@ -288,7 +281,7 @@ def worst_answer(rollouts: RolloutIndex, tokens: TokenIndex, step: int) -> Answe
     """
     try:
         worst = tokens.worst(step)
-    except TokensNotFound as error:
+    except LineUnreadable as error:
         return {"problem": str(error), "worst": []}
     numbers: dict[tuple[object, object, object], int] = {}
     for group in {group for one in worst if isinstance(group := one.get("group_id"), int)}:
