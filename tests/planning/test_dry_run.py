@@ -13,7 +13,7 @@ from rich.table import Table
 
 from forgeasync.config import ModelFacts, RunConfig, load_config
 from forgeasync.controller import check_plan
-from forgeasync.models import SHIPPED_MODELS, parse_model_facts, read_model_facts
+from forgeasync.models import SHIPPED_MODELS, read_model_facts
 from forgeasync.planning import (
     Machine,
     TimeTerm,
@@ -90,13 +90,6 @@ def test_shipped_shapes_are_torchtitans(name: str, flavor: str, num_parameters: 
     assert layer.moe.routed_experts.inner_experts.hidden_dim == facts.expert_hidden_size
 
 
-def test_counts_of_a_tiny_model() -> None:
-    sizes = {"num_hidden_layers": 3, "vocab_size": 64}
-    counts = count_parameters(parse_model_facts(HF_CONFIG | sizes, "tiny"))
-    assert counts.vocabulary == 64 * 64 and counts.vocabulary_tensors == 2
-    assert counts.replicated == 3 * (2 * 32 + 2 * 64 + 8 * 64) + 64
-
-
 def test_ranks_share_the_parameters(config: RunConfig, facts: ModelFacts) -> None:
     counts = count_parameters(facts)
     assert trainer_parameters_per_rank(config, counts) == -(-counts.total // 16)
@@ -156,13 +149,6 @@ def test_the_dry_run_and_the_memory_command_print_the_same(config: RunConfig, fa
                 if f" {section.owner}: {item.name} " in line
             ]
             assert len(rows) == 2 and rows[0] == rows[1] and rows[0][2] == item.how
-
-
-def test_the_plan_of_a_model_without_experts() -> None:
-    config = load_config(CONFIGS / "tiny_moe_cpu.yaml", ["trainer.parallel={num_procs: 1, expert: 1}"])
-    text = render(config, SMOLLM2)
-    assert "134,515,008" in text and "a dense model" in text
-    assert "generator rank: shadow weights" in text, "a float32 plan is one for CPUs"
 
 
 def test_30b_table(config: RunConfig, facts: ModelFacts) -> None:
@@ -269,13 +255,6 @@ def test_hosts_that_no_launcher_names_are_assumed(
     assert re.search(rf"hosts, trainer +│ +{num_trainer} │ assumed, of 8 GPUs; 8 processes each", text), text
     assert re.search(rf"hosts, generators +│ +{num_generators} │ assumed, of 8 GPUs; {replicas} each", text)
     assert "configs/launchers/ssh.yaml" in text
-
-
-def test_a_config_for_cpus_and_one_for_a_host_are_planned_on_this_machine(facts: ModelFacts) -> None:
-    on_cpus = load_config(CONFIGS / "tiny_moe_cpu.yaml", ["generator.num_replicas=16"])
-    one_host = load_config(CONFIGS / "qwen3_8b.yaml")
-    assert "hosts, " not in render(on_cpus, facts)
-    assert "hosts, " not in render(one_host, read_model_facts(one_host.model.path))
 
 
 @pytest.mark.parametrize(

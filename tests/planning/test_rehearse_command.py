@@ -33,7 +33,6 @@ PATIENCE_S = 900.0
     [
         ({"can_rehearse": True}, ["--hosts"], "--hosts: needs --rehearse"),
         ({"can_rehearse": True}, ["--rehearse", "--dry-run"], "not allowed with argument"),
-        ({"can_rehearse": True}, ["--rehearse", "--resume", "latest"], "not allowed with argument"),
         # An app that cannot be rehearsed does not know the option.
         ({}, ["--rehearse"], "unrecognized arguments: --rehearse"),
     ],

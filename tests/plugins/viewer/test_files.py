@@ -34,17 +34,6 @@ def test_metrics_are_kept_by_key_without_null_and_flags(folder: Path) -> None:
     assert "x" not in metrics.keys
 
 
-@pytest.mark.parametrize(
-    "line",
-    [b"", b"[1]", b"\xff", b"[" * 5000, b'{"loss": 1}', b'{"step": -1}', b'{"step": 1e3}'],
-)
-def test_a_line_that_is_no_step_is_counted_and_left_out(folder: Path, line: bytes) -> None:
-    (folder / "metrics.jsonl").write_bytes(line + b"\n")
-    reader = read(folder)
-    assert reader.problems == ["metrics.jsonl: 1 damaged lines were left out"]
-    assert (reader.metrics.num_lines, reader.metrics.keys) == (0, [])
-
-
 def test_faults_have_their_ends_and_damaged_lines_are_counted(folder: Path) -> None:
     fault = {"number": 0, "role": "trainer", "who": "a"}
     detected = {"time_s": 5.0, "event": "detected", **fault, "what": "died"}

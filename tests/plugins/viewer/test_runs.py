@@ -64,18 +64,6 @@ def test_any_cut_of_the_files_is_a_beginning_that_goes_on(
         assert json.dumps(status_of(reader))
 
 
-def test_files_that_a_resumption_has_cut_are_what_they_are_now(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "made", num_steps=6)
-    reader = read(folder)
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_bytes(b"".join(lines[:2]))
-    reader.read_all()
-    assert reader.metrics.step == 2
-    (folder / "metrics.jsonl").write_bytes(b"".join([*lines[:2], *lines[2:4]]))
-    reader.read_all()
-    assert list(reader.metrics.by_step("step")) == [1, 2, 3, 4]
-
-
 def test_nothing_in_the_folder_is_touched(run: Path) -> None:
     def seen() -> list[tuple[str, int, bytes]]:
         return sorted((one.name, one.stat().st_mtime_ns, one.read_bytes()) for one in run.iterdir())
@@ -108,13 +96,6 @@ def test_the_status_says_how_far_it_is_and_how_long_it_takes(run: Path) -> None:
 def folder(run: Path, tmp_path: Path) -> Path:
     """A copy of the run, to be changed."""
     return Path(shutil.copytree(run, tmp_path / "copy"))
-
-
-def test_a_run_on_another_machine_is_taken_to_go_on(folder: Path) -> None:
-    lock = {"pid": 1, "host": "another", "since_s": 1.0, "mark": "0" * 32, "has_ended": False}
-    (folder / "run.lock").write_text(json.dumps(lock))
-    status = status_of(read(folder))
-    assert (status["life"], status["left_s"]) == ("elsewhere", 6 * STEP_S)
 
 
 def test_a_verdict_leaves_out_the_last_steps_of_a_run_that_samples_ahead(tmp_path: Path) -> None:

@@ -105,11 +105,3 @@ def test_values_of_an_overwritten_file_are_gone(tmp_path: Path) -> None:
     file.write_bytes(b"x" * len(file.read_bytes()))
     with pytest.raises(ValueError, match=r"tokens\.jsonl has changed"):
         run.tokens.worst(2)
-
-
-def test_a_file_that_was_cut_is_read_anew(tmp_path: Path) -> None:
-    run = make(tmp_path, tokens_of(2, 2, 1, PIECES), WORST)
-    run.run_dir.tokens.write_text(json.dumps(worst_of(1, [(0, 0, 0)], "y")) + "\n")
-    run.read_all()
-    assert worst(run, 2)["problem"] == "tokens.jsonl has no values of step 2"
-    assert len(worst(run, 1)["worst"]) == 1
