@@ -112,15 +112,6 @@ def test_a_train_step_is_fitted_by_what_it_costs() -> None:
     assert table.largest_error < 1e-9
 
 
-def test_what_was_measured_often_counts_for_more() -> None:
-    """The mean of nine samples counts nine times as much as that of one sample."""
-    often, once = Estimate.of([1.0] * 9), Estimate.of([1.1])
-    points = [TrainPoint(num_rows=1, cost=1_000, step_s=one) for one in (often, once)]
-    # The least squares of 1 - x / 1.0, nine times, and of 1 - x / 1.1.
-    expected_s = (9.0 + 1.0 / 1.1) / (9.0 + 1.0 / 1.1**2)
-    assert TrainTable(points).step_s(1, 1_000) == pytest.approx(expected_s)
-
-
 def test_no_part_of_a_train_step_is_negative() -> None:
     """With noise the unconstrained fit has negative terms, and predicts negative times for long steps."""
     rng = np.random.default_rng(1)
@@ -150,13 +141,3 @@ def test_alikeness_without_anything_to_compare() -> None:
     for groups in ([[1.0, 2.0]], [[3.0], [4.0]], [[5.0, 5.0]] * 2, [[1.0, 9.0]] * 3):
         assert fit_lengths([1.0], groups).prompt_share == 0.0
     assert fit_lengths([1.0], [[1.0, 1.0], [9.0, 9.0]]).prompt_share == 1.0
-
-
-def test_the_interval_of_a_mean_length_is_that_of_groups() -> None:
-    """Eight equal responses of each prompt say no more than one of each."""
-    alike = [[float(length)] * 8 for length in (10, 20, 30)]
-    mean = fit_lengths([5.0], alike).response.mean
-    assert mean.mean == 20.0 and mean.num_samples == 3
-    assert mean.high - mean.mean == pytest.approx(1.959964 * 10.0 / 3**0.5)
-    # The mean of groups of different sizes is still that of all values.
-    assert fit_lengths([5.0], [[1.0, 1.0, 1.0], [5.0]]).response.mean.mean == 2.0
