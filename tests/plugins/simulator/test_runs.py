@@ -122,18 +122,6 @@ def test_a_slow_trainer_never_waits_and_ages_reach_the_bound() -> None:
     assert prediction.generators_idle_share > 0.9
 
 
-def test_slow_generators_bound_a_run_by_what_they_can_decode() -> None:
-    """With 8 at once, 16 rollouts of 50 tokens take two rounds of 49 steps of 0.01 s; twice the
-    replicas half of it."""
-    profile = simple_profile(lengths=FIXED, token_s=1e-6)
-    one = simulate(small_run(num_steps=30, max_num_seqs=8), profile)
-    two = simulate(small_run(num_steps=30, max_num_seqs=8, num_replicas=2), profile)
-    assert one.step_s == pytest.approx(0.98, rel=0.02)
-    assert two.step_s == pytest.approx(0.49, rel=0.02)
-    assert one.generators_idle_share == pytest.approx(0.0, abs=0.02)
-    assert one.trained_tokens_per_s == pytest.approx(800.0 / 0.98, rel=0.02)
-
-
 FAST = {"token_s": 1e-6}
 WEIGHTS = {"token_s": 1e-3, "publish_s": 0.2, "fetch_s": 0.3, "swap_s": 0.04}
 SYNCHRONOUS_PAIR = {"max_off_policy_steps": 0, "num_replicas": 2}
@@ -160,6 +148,9 @@ def _workers(num: int) -> dict[str, Any]:
         (_workers(4), FAST | {"score_s": 1.0}, 4.0),
         (_workers(1), FAST | {"score_s": 1.0, "score_places": 8}, 2.0),
         ({"max_off_policy_steps": 0}, FAST, 0.49),
+        # With 8 sequences at once, 16 rollouts take two rounds.
+        ({"max_num_seqs": 8}, FAST, 0.98),
+        ({"max_num_seqs": 8, "num_replicas": 2}, FAST, 0.49),
         # 0.96 s of training beside 0.5 s of decoding.
         ({"max_num_seqs": 16}, {"token_s": 1e-3}, 0.96),
         # Decoding on two generators at once, training, publishing, fetching, swapping.
@@ -170,7 +161,7 @@ def test_steps_take_what_is_computed_by_hand(
     run: dict[str, Any], profile: dict[str, Any], step_s: float
 ) -> None:
     prediction = simulate(small_run(num_steps=30, **run), simple_profile(**({"lengths": FIXED} | profile)))
-    assert prediction.step_s == pytest.approx(step_s, rel=0.01)
+    assert prediction.step_s == pytest.approx(step_s, rel=0.02)
 
 
 def test_group_lengths_are_as_alike_as_the_profile_says() -> None:
@@ -192,6 +183,7 @@ def test_group_lengths_are_as_alike_as_the_profile_says() -> None:
 
 FIXED_FAST = {"lengths": FIXED, "token_s": 1e-6}
 TWO_SCORERS = ScorerSection(num_workers=2)
+SYNCHRONOUS = {"max_off_policy_steps": 0, "buffer": BufferSection(adapt_load=False)}
 TWO_IN_FLIGHT = BufferSection(max_in_flight=2, adapt_load=False)
 
 
@@ -203,6 +195,8 @@ TWO_IN_FLIGHT = BufferSection(max_in_flight=2, adapt_load=False)
         ({"scorer": TWO_SCORERS}, FIXED_FAST | {"score_s": 1.0}, "one more scorer", 0.5),
         ({"buffer": TWO_IN_FLIGHT}, FIXED_FAST, "a buffer twice as large", 0.5),
         ({"max_off_policy_steps": 0}, FIXED_FAST | {"swap_s": 4.0}, "weights twice as fast", 0.3),
+        # Half of a step trains and half of it generates: one version ahead does both at once.
+        (SYNCHRONOUS, {"lengths": FIXED, "token_s": 5e-4}, "max_off_policy_steps 1", 0.5),
     ],
 )
 def test_the_change_that_helps_is_found(
@@ -214,14 +208,6 @@ def test_the_change_that_helps_is_found(
     assert found.best.share >= least - 0.05
     steps = f"{found.base.step_s:.3g} -> {found.best.after_s:.3g} s a step"
     assert found.verdict == f"{found.best.bound}; {change}: {steps}"
-
-
-def test_a_synchronous_run_gains_most_from_a_bound() -> None:
-    """Half of a step trains and half of it generates: one version ahead does both at once."""
-    run = small_run(num_steps=20, max_off_policy_steps=0, buffer=BufferSection(adapt_load=False))
-    found = what_if(run, simple_profile(lengths=FIXED, token_s=5e-4))
-    assert found.best is not None and found.best.change == "max_off_policy_steps 1"
-    assert found.best.share == pytest.approx(0.5, abs=0.06)
 
 
 def test_where_nothing_helps_it_says_so() -> None:
