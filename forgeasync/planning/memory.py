@@ -124,11 +124,11 @@ def _shared(
         return MemorySection(owner="shared GPU", items=items, total=_whole(items, machine))
     how = "CUDA contexts and graphs of two processes (assumed)"
     items.append(MemoryItem(name="contexts", num_bytes=SHARED_CONTEXTS_BYTES, how=how))
-    whole = _whole(items, machine)
-    if sleeps(config):
-        total = trainer.total_bytes + _beside_trainer(config, trainer, engine_bytes)
-        how = "of a GPU: the generator's are off it during a step (generator.colocated: sleep)"
-        whole = MemoryItem(name="total", num_bytes=total, how=how)
+    total = trainer.total_bytes + _beside_trainer(config, trainer, engine_bytes)
+    how = "of a GPU" + ": the generator's are off it during a step (generator.colocated: sleep)" * sleeps(
+        config
+    )
+    whole = MemoryItem(name="total", num_bytes=total, how=how)
     return MemorySection(owner="shared GPU", items=items, total=whole)
 
 

@@ -423,9 +423,6 @@ class TrainTable:
         terms = np.array([[one.num_rows, 1.0, one.cost] for one in points])
         found = fit_not_negative(terms / measured[:, None], np.ones(len(points)))
         self.row_s, self.fixed_s, self.cost_s = found
-        fitted = terms @ found
-        self.largest_error = float(np.abs(fitted / measured - 1.0).max())
-        """Largest relative error of the fit at a point."""
 
     def step_s(self, num_rows: int, cost: float) -> float:
         """Return the seconds of a step with ``num_rows`` rows per data rank."""

@@ -171,7 +171,6 @@ class RunSimulation:
             num_replicas=self._run.num_replicas,
             num_preempted=self.generators.num_preempted,
             num_beyond_decode=self.generators.decode.num_beyond,
-            largest_train_error=self._step_times.largest_error,
         )
 
     def _update(self) -> None:

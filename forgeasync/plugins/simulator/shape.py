@@ -187,8 +187,6 @@ class Prediction:
     num_preempted: int
     num_beyond_decode: int
     """Number of decode times that were extrapolated to more sequences than the profile has."""
-    largest_train_error: float
-    """Largest relative difference between the fitted and the measured step times of the trainer."""
 
     @property
     def steady(self) -> Sequence[SimulatedStep]:
@@ -240,11 +238,6 @@ class Prediction:
         if self.num_beyond_decode:
             notes.append(
                 f"{self.num_beyond_decode} decode times are beyond the most sequences that were measured"
-            )
-        if self.largest_train_error > 0.1:
-            notes.append(
-                f"the fitted time of a train step is off by up to {self.largest_train_error:.0%} from "
-                "what was measured"
             )
         if self.num_preempted:
             notes.append(f"{self.num_preempted} sequences were computed again: the KV cache was full")

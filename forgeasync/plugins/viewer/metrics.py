@@ -10,18 +10,13 @@ from forgeasync.plugins.viewer.appended_lines import Piece
 STEP = "step"
 ELAPSED_S = "time/elapsed_s"
 
-HEADLINES = (
-    "eval/accuracy",
-    "reward/mean",
-    "response/length_mean",
-    "off_policy/age_mean",
-    "mismatch/logprob_abs_mean",
-    "grad_norm",
-    "time/step_s",
-    "time/wait_for_batch_s",
-    "throughput/generated_tokens_per_s",
+MAIN_METRICS = (
+    *("policy_version", "eval/accuracy", "reward/mean", "response/length_mean"),
+    *("off_policy/age_mean", "off_policy/age_max", "mismatch/logprob_abs_mean", "grad_norm"),
+    *("time/step_s", "time/wait_for_batch_s", "load/trainer_wait_share"),
+    *("throughput/train_tokens_per_s", "throughput/generated_tokens_per_s", "generator/num_healthy"),
 )
-"""Metrics in the overview, which are also the counters of a trace file."""
+"""Metrics whose newest values are part of a run's status, and which are the counters of a trace file."""
 
 
 class MetricTable:

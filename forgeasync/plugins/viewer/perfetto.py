@@ -13,7 +13,7 @@ import numpy as np
 
 from forgeasync.observability import Lane, Span, named_lanes
 from forgeasync.plugins.viewer.groups import Fate, GroupHistory, RunClock
-from forgeasync.plugins.viewer.metrics import ELAPSED_S, HEADLINES, STEP
+from forgeasync.plugins.viewer.metrics import ELAPSED_S, MAIN_METRICS, STEP
 from forgeasync.plugins.viewer.processes import recorded_at
 from forgeasync.plugins.viewer.run_reader import RunReader
 
@@ -104,13 +104,10 @@ def trace_events(run: RunReader) -> Iterator[Event]:
 
 def _steps(run: RunReader, times: Mapping[int, float]) -> Iterator[Event]:
     by_step = run.metrics.by_step
-    took, headlines = by_step(STEP_S), {key: by_step(key) for key in HEADLINES}
-    versions, accuracies = by_step(POLICY_VERSION), by_step(ACCURACY)
+    took, versions, accuracies = by_step(STEP_S), by_step(POLICY_VERSION), by_step(ACCURACY)
     for step, end_s in times.items():
         if step in took:
-            values = {key: values[step] for key, values in headlines.items() if step in values}
-            begin_s = end_s - took[step]
-            yield _bar(TRAINER, _STEPS, "step", f"step {step}", begin_s, took[step], values)
+            yield _bar(TRAINER, _STEPS, "step", f"step {step}", end_s - took[step], took[step], {})
         if step in versions:
             yield _instant(_VERSIONS, f"version {versions[step]:.0f}", end_s, step)
         if step in accuracies:
@@ -123,7 +120,7 @@ def _instant(thread: int, name: str, at_s: float, step: int) -> Event:
 
 
 def _counters(run: RunReader, times: Mapping[int, float]) -> Iterator[Event]:
-    for key in HEADLINES:
+    for key in MAIN_METRICS:
         for step, value in run.metrics.by_step(key).items():
             if step in times:
                 at = _microseconds(times[step])

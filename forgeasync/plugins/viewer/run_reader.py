@@ -4,7 +4,7 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from forgeasync.observability import (
 )
 from forgeasync.plugins.viewer.appended_lines import FollowedFile
 from forgeasync.plugins.viewer.groups import GroupHistories
-from forgeasync.plugins.viewer.metrics import ELAPSED_S, MetricTable
+from forgeasync.plugins.viewer.metrics import ELAPSED_S, MAIN_METRICS, MetricTable
 from forgeasync.plugins.viewer.processes import FaultLines, Traces
 from forgeasync.plugins.viewer.rollouts import RolloutIndex, TokenIndex
 from forgeasync.processes import is_running
@@ -200,21 +200,6 @@ NUM_RECENT_STEPS = 20
 CLOCK_SLACK_S = 2.0
 """Maximum difference between a process's start time by the kernel and by run.lock, in seconds."""
 
-SHOWN = (
-    "policy_version",
-    "eval/accuracy",
-    "reward/mean",
-    "off_policy/age_mean",
-    "off_policy/age_max",
-    "time/step_s",
-    "time/wait_for_batch_s",
-    "load/trainer_wait_share",
-    "throughput/train_tokens_per_s",
-    "throughput/generated_tokens_per_s",
-    "generator/num_healthy",
-)
-"""Metrics whose newest values are part of a run's status."""
-
 
 class Life(StrEnum):
     """State of the process that is the run."""
@@ -261,6 +246,7 @@ def status_of(run: RunReader, *, now_s: float | None = None) -> dict[str, object
     left_s = num_left * step_s if goes_on and num_left is not None and step_s is not None else None
     elapsed = run.metrics.newest(ELAPSED_S)
     faults = run.faults.faults
+    newest = {key: found for key in MAIN_METRICS if (found := run.metrics.newest(key)) is not None}
     return {
         "run": run.name,
         "folder": str(run.run_dir.path),
@@ -273,7 +259,7 @@ def status_of(run: RunReader, *, now_s: float | None = None) -> dict[str, object
         "elapsed_s": None if elapsed is None else elapsed[1],
         "recent_step_s": step_s,
         "left_s": left_s,
-        "metrics": newest_values(run, SHOWN),
+        "metrics": {key: {"value": value, "step": step} for key, (step, value) in newest.items()},
         "groups": {fate: num for fate, num in run.groups.num_of_fate().items() if num},
         "verdict": verdict_lines(_measured(run)),
         "num_resumptions": run.groups.num_resumptions,
@@ -282,12 +268,6 @@ def status_of(run: RunReader, *, now_s: float | None = None) -> dict[str, object
         "last_fault": None if not faults else f"{faults[-1].who} {faults[-1].what}",
         "problems": run.problems,
     }
-
-
-def newest_values(run: RunReader, keys: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Return the newest value of each metric that the run has, with its step."""
-    found = {key: run.metrics.newest(key) for key in keys}
-    return {key: {"value": one[1], "step": one[0]} for key, one in found.items() if one is not None}
 
 
 def _recent_step_s(run: RunReader) -> float | None:

@@ -20,10 +20,10 @@ from aiohttp import web
 from forgeasync.buffer import DropReason
 from forgeasync.observability import TOPICS, definition_of, visible
 from forgeasync.plugins.viewer.groups import Fate, RunClock, history_answer
-from forgeasync.plugins.viewer.metrics import HEADLINES
+from forgeasync.plugins.viewer.metrics import MAIN_METRICS
 from forgeasync.plugins.viewer.processes import faults_answer, lanes_answer
 from forgeasync.plugins.viewer.rollouts import RolloutNotFound, tokens_answer, worst_answer
-from forgeasync.plugins.viewer.run_reader import SHOWN, RunReader, newest_values, status_of
+from forgeasync.plugins.viewer.run_reader import RunReader, status_of
 
 MAX_GROUPS = 200
 """Maximum number of groups of one answer."""
@@ -113,17 +113,10 @@ def answer(runs: Sequence[RunReader], name: str, given: Parameters) -> Answer:
 
 def _runs(runs: Sequence[RunReader]) -> Answer:
     """Return the status and the reading progress of each run, and the definitions of the metrics shown."""
-    keys = list(dict.fromkeys((*SHOWN, *HEADLINES)))
+    found = {key: definition_of(key) for key in MAIN_METRICS}
     return {
-        "runs": [
-            {
-                **status_of(run),
-                "metrics": newest_values(run, keys),
-                "progress": run.progress,
-            }
-            for run in runs
-        ],
-        "meanings": {key: found.meaning for key in keys if (found := definition_of(key)) is not None},
+        "runs": [{**status_of(run), "progress": run.progress} for run in runs],
+        "meanings": {key: one.meaning for key, one in found.items() if one is not None},
     }
 
 

@@ -109,7 +109,6 @@ def test_a_train_step_is_fitted_by_what_it_costs() -> None:
     sizes = ((1, 500), (2, 900), (4, 4_000), (3, 1_000))
     table = _train({(rows, tokens): 0.5 + 0.045 * rows + 1e-4 * tokens for rows, tokens in sizes})
     assert (table.fixed_s, table.row_s, table.cost_s) == pytest.approx((0.5, 0.045, 1e-4))
-    assert table.largest_error < 1e-9
 
 
 def test_no_part_of_a_train_step_is_negative() -> None:

@@ -69,7 +69,7 @@ def test_steps_versions_and_counters_have_their_times(tmp_path: Path) -> None:
     counted = [one["ts"] for one in counters if one["name"] == "reward/mean"]
     assert counted == [STEP_S * 1e6 * step for step in (1, 2, 3)]
     # Each is a metric that this version defines: a made run has all of these.
-    assert len({one["name"] for one in counters}) == 9
+    assert len({one["name"] for one in counters}) == 14
 
 
 def test_lives_of_groups_are_nested_and_those_of_one_number_apart(tmp_path: Path) -> None:
