@@ -34,6 +34,8 @@ def test_a_file_becomes_tasks_that_find_their_checkouts(folder: Path, record: Ca
     assert not {task.prompt for task in held_out} & {task.prompt for task in train}
     again = problems(folder, records, "all", num_train=6, num_held_out=3, seed=1)
     assert again.held_out() == held_out and list(again.train({held_out[0].prompt})) != list(train)
+    other_order = problems(folder, records[::-1], "reversed", num_train=6, num_held_out=3).held_out()
+    assert [task.task_id for task in other_order] == [task.task_id for task in held_out]
     for task in (*held_out, *train):
         read = read_record(task.record, Path("/"))
         assert read.checkout.is_absolute() and (read.checkout / "shop").is_dir()

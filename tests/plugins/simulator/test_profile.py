@@ -140,3 +140,8 @@ def test_alikeness_without_anything_to_compare() -> None:
     for groups in ([[1.0, 2.0]], [[3.0], [4.0]], [[5.0, 5.0]] * 2, [[1.0, 9.0]] * 3):
         assert fit_lengths([1.0], groups).prompt_share == 0.0
     assert fit_lengths([1.0], [[1.0, 1.0], [9.0, 9.0]]).prompt_share == 1.0
+    # Equal lengths share their middle rank: the opposite order of lengths changes nothing.
+    one, other = (
+        fit_lengths([1.0], [[x, x], [x, y], [y, 9.0]]).prompt_share for x, y in ((16.0, 12.0), (2.0, 6.0))
+    )
+    assert one == pytest.approx(other) and one > 0.0

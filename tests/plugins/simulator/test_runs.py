@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.config import AgeOf, BufferSection, KvAfterSwap, ScorerSection, StaleGroups, WeightsSection
-from forgeasync.plugins.simulator import Profile, RandomDraws, RunSimulation, SimulatedRun, simulate, what_if
+from forgeasync.plugins.simulator import (
+    Estimate,
+    Profile,
+    RandomDraws,
+    RunSimulation,
+    SimulatedRun,
+    simulate,
+    what_if,
+)
 from forgeasync.rollouts import padded_length
 from tests.support.profiles import simple_profile, small_run
 
@@ -162,6 +170,14 @@ def test_steps_take_what_is_computed_by_hand(
 ) -> None:
     prediction = simulate(small_run(num_steps=30, **run), simple_profile(**({"lengths": FIXED} | profile)))
     assert prediction.step_s == pytest.approx(step_s, rel=0.02)
+
+
+def test_keys_are_computed_again_after_a_swap_on_request() -> None:
+    profile = simple_profile(token_s=1e-6, lengths=(80.0, 80.0))
+    profile = profile.model_copy(update={"prefill_tokens_per_s": Estimate.stated(1e3)})
+    weights = [WeightsSection(kv_cache=kind) for kind in (KvAfterSwap.KEEP, KvAfterSwap.RECOMPUTE)]
+    keep, recompute = (simulate(small_run(weights=one, max_num_seqs=6), profile) for one in weights)
+    assert recompute.step_s > keep.step_s
 
 
 def test_group_lengths_are_as_alike_as_the_profile_says() -> None:
