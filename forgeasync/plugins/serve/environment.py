@@ -76,7 +76,7 @@ class TrackedAgent:
         """Time of the end of the last turn, by ``now_s``; None until the first turn has ended."""
 
     @property
-    def num_under_way(self) -> int:
+    def num_in_flight(self) -> int:
         """Number of turns in flight."""
         return len(self._turns)
 
@@ -154,7 +154,7 @@ class ServedSession:
         finished = asyncio.ensure_future(self.session.finished())
         while not finished.done():
             due = [(opened_s + section.session_s, SessionEnd.TIME)]
-            if not self._agent.num_under_way:
+            if not self._agent.num_in_flight:
                 quiet_since_s = self._agent.quiet_since_s
                 since_s = opened_s if quiet_since_s is None else quiet_since_s
                 due.append((since_s + section.idle_session_s, SessionEnd.IDLE))

@@ -150,7 +150,7 @@ class RunReader:
             if num := file.contents.num_damaged:
                 found.append(f"{file.lines.path.name}: {num} damaged lines were left out")
         for file in self._files:
-            if num := file.num_overlong:
+            if num := file.num_too_long:
                 found.append(f"{file.lines.path.name}: {num} lines were too long to be read")
         return found
 
