@@ -132,13 +132,6 @@ def test_illegal_layouts_are_not_proposed() -> None:
     assert fit.proposal is None and fit.smallest == of_degree[16]
 
 
-def test_none_is_proposed_where_the_weights_alone_are_too_many() -> None:
-    config, facts = long_run(131072)
-    fit = fit_trainer(config, facts, gpu_bytes=24 * 2**30)
-    assert fit.proposal is None and not fit.fits and fit.smallest < fit.planned
-    assert fit_rows(config, facts, gpu_bytes=24 * 2**30)[1][1] == "none"
-
-
 def test_context_parallel_ranks_hold_a_part_and_keys_of_the_whole_row() -> None:
     """By hand: a part of every layer's input, and in the last layer keys and values of the others' parts."""
     config, facts = long_run(131072)

@@ -253,13 +253,6 @@ def test_a_machine_with_gpus_rehearses_what_they_hold() -> None:
     assert (small.trainer.parallel.num_procs, small.generator.num_replicas) == (4, 2)
 
 
-@pytest.mark.parametrize(("name", "num_gpus"), [("0.6b_1gpu", 1), ("1.7b_1gpu", 1), ("0.6b_2gpu", 2)])
-def test_small_configs_are_rehearsed_on_the_gpus_that_they_need(name: str, num_gpus: int) -> None:
-    config = load_config([CONFIGS / f"qwen3_{name}.yaml"])
-    gpus = Capacity(memory_bytes=60 * GIB, num_gpus=num_gpus)
-    assert_legal(rehearsed(config, facts_of(config), stage(gpus, num_gpus=num_gpus)), num_gpus=num_gpus)
-
-
 @given(st.data())
 def test_any_legal_layout_has_a_legal_rehearsal(data: st.DataObject) -> None:
     draw = data.draw

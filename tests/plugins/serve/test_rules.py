@@ -13,10 +13,8 @@ from forgeasync.controller import prepare_evaluation, rehearse
 from forgeasync.environments import (
     EndpointModel,
     ServingAddress,
-    build_source,
     check_address,
     check_environment,
-    preview_data,
 )
 from forgeasync.schema import ConfigError, PythonCode
 from tests.support.config_samples import CONFIGS, minimal_config
@@ -167,9 +165,3 @@ def test_nobody_comes_to_a_rehearsal_or_an_evaluation(served: RunConfig, tmp_pat
     endpoint = EndpointModel(base_url="http://127.0.0.1:1/v1", model="m")
     with pytest.raises(ConfigError, match=r"data\.source\.kind = 'served': people bring"):
         prepare_evaluation(served, model=None, endpoint=endpoint, num_samples=None, out=tmp_path / "out")
-
-
-def test_tasks_stand_for_people(served: RunConfig) -> None:
-    source = build_source(served.data, seed=0)
-    assert [task.task_id for task in source.train] == ["served/0"] and not source.held_out
-    assert "people bring the tasks" in preview_data(served.data, seed=0).words

@@ -121,18 +121,3 @@ def test_a_full_cache_makes_the_last_sequence_wait_and_loses_no_token() -> None:
     assert len(ended) == 3 and [one.num_sampled for one in ended] == [80, 80, 80]
     # Once when three have 50 each, once when two have 75 each, and the third when it comes back too soon.
     assert 2 <= engine.num_preempted <= 3
-
-
-# --- the clock ---
-
-
-def test_canceled_events_do_not_run_and_events_of_one_time_keep_their_order() -> None:
-    clock = Clock()
-    seen = []
-    for name in "abc":
-        event = clock.after(1.0, lambda name=name: seen.append(name))
-        if name == "b":
-            event.cancel()
-    clock.after(0.5, lambda: seen.append("first"))
-    play(clock)
-    assert seen == ["first", "a", "c"] and clock.now_s == 1.0

@@ -212,7 +212,6 @@ def test_the_app_writes_the_profile_and_refuses_what_is_no_run(
     assert "No such file" in capsys.readouterr().err
     for arguments, words in (
         (["--run", "run"], "needs --run with --out, or --plan"),
-        (["--config", "c"], "needs --run with --out, or --plan"),
         (["--run", "run", "--out", "p", "--config", "c"], "--config, overrides, --gpus"),
         (["--plan", "--config", "c"], "--plan: needs --config, --gpus"),
         (["--plan", "--config", "c", "--gpus", "2", "--profile", "p", "--out", "p"], "leave --plan away"),

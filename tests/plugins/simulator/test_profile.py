@@ -109,6 +109,7 @@ def test_a_train_step_is_fitted_by_what_it_costs() -> None:
     sizes = ((1, 500), (2, 900), (4, 4_000), (3, 1_000))
     table = _train({(rows, tokens): 0.5 + 0.045 * rows + 1e-4 * tokens for rows, tokens in sizes})
     assert (table.fixed_s, table.row_s, table.cost_s) == pytest.approx((0.5, 0.045, 1e-4))
+    assert _train({(2, 1_000): 3.0}).step_s(4, 2_000) == pytest.approx(6.0), "one point is scaled by its cost"
 
 
 def test_no_part_of_a_train_step_is_negative() -> None:
@@ -119,10 +120,6 @@ def test_no_part_of_a_train_step_is_negative() -> None:
         table = _train({size: float(rng.uniform(0.5, 1.5)) for size in sizes})
         assert min(table.fixed_s, table.row_s, table.cost_s) >= 0.0
         assert table.step_s(1, 100) > 0.0
-
-
-def test_one_point_of_a_train_step_is_scaled_by_its_tokens() -> None:
-    assert _train({(2, 1_000): 3.0}).step_s(4, 2_000) == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.8])

@@ -96,12 +96,3 @@ def test_a_line_that_is_too_long_is_passed_over_and_counted(tmp_path: Path) -> N
     assert (lines, num_too_long) == ([b"one", b"two"], 1)
     append(path, path.read_bytes() + b"\n")
     assert all_lines(reader) == [b"three"]
-
-
-def test_a_folder_in_place_of_the_file_is_a_problem_in_words_and_no_file_is_none(tmp_path: Path) -> None:
-    (tmp_path / "file.jsonl").mkdir()
-    reader = AppendedLines(tmp_path / "file.jsonl")
-    assert reader.read() is None
-    assert reader.problem == "file.jsonl cannot be read: Is a directory"
-    none = AppendedLines(tmp_path / "none.jsonl")
-    assert (none.read(), none.problem) == (None, None)

@@ -97,11 +97,3 @@ def test_of_lines_that_come_twice_the_newer_one_counts_and_damaged_ones_are_coun
     assert run.problems == ["tokens.jsonl: 2 damaged lines were left out"]
     assert tokens(run)["pieces"] == ["new"]
     assert len(worst(run, 2)["worst"]) == 3
-
-
-def test_values_of_an_overwritten_file_are_gone(tmp_path: Path) -> None:
-    run = make(tmp_path, tokens_of(2, 2, 1, PIECES), WORST)
-    file = run.run_dir.tokens
-    file.write_bytes(b"x" * len(file.read_bytes()))
-    with pytest.raises(ValueError, match=r"tokens\.jsonl has changed"):
-        run.tokens.worst(2)
