@@ -59,6 +59,7 @@ from .sessions.session import Session as Session
 from .sessions.session import SessionEnd as SessionEnd
 from .sessions.session import SessionLimits as SessionLimits
 from .sessions.session import TokenAgent as TokenAgent
+from .sources import DrawnProblems as DrawnProblems
 from .sources import HELD_OUT_SEED as HELD_OUT_SEED
 from .sources import SourceProblems as SourceProblems
 from .sources import TaskOrder as TaskOrder

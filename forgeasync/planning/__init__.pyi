@@ -38,7 +38,8 @@ from .report import generator_fits as generator_fits
 from .tiny_model import write_model as write_model
 from .trainer_memory import trainer_memory as trainer_memory
 from .weight_times import DEVICE_BYTES_PER_S as DEVICE_BYTES_PER_S
-from .weight_times import weight_seconds as weight_seconds
+from .weight_times import seconds_of as seconds_of
+from .weight_times import weight_times as weight_times
 
 # Only tests import these.
 from .host_requests import host_needs as host_needs
@@ -64,4 +65,3 @@ from .trainer_memory import Moment as Moment
 from .trainer_memory import TrainerMemory as TrainerMemory
 from .trainer_memory import step_moments as step_moments
 from .weight_times import TimeTerm as TimeTerm
-from .weight_times import weight_times as weight_times

@@ -1,4 +1,7 @@
-"""Score that a rehearsal adds to verifiers, which give all responses of a random model the same score."""
+"""Score that a rehearsal adds to verifiers, which give all responses of a random model the same score.
+
+A scorer's worker imports this module alone, without the model libraries of the other modules.
+"""
 
 import zlib
 

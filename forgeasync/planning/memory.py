@@ -124,11 +124,11 @@ def _shared(
         return MemorySection(owner="shared GPU", items=items, total=_whole(items, machine))
     how = "CUDA contexts and graphs of two processes (assumed)"
     items.append(MemoryItem(name="contexts", num_bytes=SHARED_CONTEXTS_BYTES, how=how))
-    whole = _whole(items, machine)
-    if sleeps(config):
-        total = trainer.total_bytes + _beside_trainer(config, trainer, engine_bytes)
-        how = "of a GPU: the generator's are off it during a step (generator.colocated: sleep)"
-        whole = MemoryItem(name="total", num_bytes=total, how=how)
+    total = trainer.total_bytes + _beside_trainer(config, trainer, engine_bytes)
+    how = "of a GPU" + ": the generator's are off it during a step (generator.colocated: sleep)" * sleeps(
+        config
+    )
+    whole = MemoryItem(name="total", num_bytes=total, how=how)
     return MemorySection(owner="shared GPU", items=items, total=whole)
 
 
@@ -184,6 +184,19 @@ def memory_rows(section: MemorySection) -> list[Row]:
     """Return a row of name, size and explanation for each item, then for the total."""
     items = [*section.items, *([] if section.total is None else [section.total])]
     return [(f"{section.owner}: {item.name}", gib(item.num_bytes), item.how) for item in items]
+
+
+def plan_table(title: str, *sections: Sequence[Row]) -> Table:
+    """Return a table of sections of rows."""
+    table = Table(title=title, title_justify="left", caption=NOTE, caption_justify="left")
+    table.add_column("", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("what that is")
+    for rows in sections:
+        for row in rows:
+            table.add_row(*row)
+        table.add_section()
+    return table
 
 
 def gib(num_bytes: int) -> str:
@@ -584,17 +597,8 @@ def memory_table(config: RunConfig) -> Table:
     """
     facts = read_model_facts(config.model.path)
     raise_if_any(check_config(config, facts))
-    table = Table(
-        title=f"memory of {config.name}", title_justify="left", caption=NOTE, caption_justify="left"
-    )
-    table.add_column("", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("what that is")
-    for section in memory_plan(resolve(config, facts), facts):
-        for row in memory_rows(section):
-            table.add_row(*row)
-        table.add_section()
-    return table
+    plan = memory_plan(resolve(config, facts), facts)
+    return plan_table(f"memory of {config.name}", *map(memory_rows, plan))
 
 
 def main() -> int:

@@ -54,6 +54,10 @@ def _finding(part: str, is_right: bool, measured: str) -> Finding:
     return Finding(part=part, verdict=Verdict.EXERCISED if is_right else Verdict.FAILED, measured=measured)
 
 
+def _not_exercised(part: str, why: str) -> Finding:
+    return Finding(part=part, verdict=Verdict.NOT_EXERCISED, measured=why)
+
+
 def _sum(steps: Sequence[Line], key: str) -> float:
     return sum(line.get(key) or 0 for line in steps)
 
@@ -104,12 +108,12 @@ def _training(config: RunConfig, steps: Sequence[Line]) -> Iterator[Finding]:
     norms = [line["grad_norm"] for line in steps]
     # Without a gradient the published weights do not change, and later parts prove little.
     has_gradient = any(norm and norm > 0 for norm in norms)
-    yield Finding(
-        part="gradient",
-        verdict=Verdict.EXERCISED if has_gradient else Verdict.NOT_EXERCISED,
-        measured=f"norms {', '.join(f'{norm or 0:.3g}' for norm in norms)}"
-        + ("" if has_gradient else ": all rewards of each group were equal, the weights did not change"),
-    )
+    measured = f"norms {', '.join(f'{norm or 0:.3g}' for norm in norms)}"
+    if has_gradient:
+        yield _finding("gradient", True, measured)
+    else:
+        why = ": all rewards of each group were equal, the weights did not change"
+        yield _not_exercised("gradient", measured + why)
     age = _max(steps, "off_policy/age_max")
     yield _finding(
         "age of tokens",
@@ -138,11 +142,8 @@ def _weights(config: RunConfig, steps: Sequence[Line]) -> Iterator[Finding]:
         f"{moved / 2**20:.3g} MiB fetched, {bad:.0f} bad blocks, {expired:.0f} expired leases",
     )
     crossing = _sum(steps, "generator/num_crossing") + _sum(steps, "generator/num_resumed")
-    yield Finding(
-        part=f"interruption {config.weights.interruption.value}",
-        verdict=Verdict.EXERCISED if crossing else Verdict.NOT_EXERCISED,
-        measured=f"{crossing:.0f} sequences were under way at a swap",
-    )
+    part, measured = f"interruption {config.weights.interruption}", f"{crossing:.0f} sequences crossed a swap"
+    yield _finding(part, True, measured) if crossing else _not_exercised(part, measured)
 
 
 def _records(config: RunConfig, facts: ModelFacts, steps: Sequence[Line]) -> Iterator[Finding]:
@@ -160,8 +161,7 @@ def _records(config: RunConfig, facts: ModelFacts, steps: Sequence[Line]) -> Ite
             f"others for {disagreement:.2%}",
         )
     if not config.sampling.cuts_vocabulary:
-        why = "the config keeps the whole vocabulary"
-        yield Finding(part="replay of kept tokens", verdict=Verdict.NOT_EXERCISED, measured=why)
+        yield _not_exercised("replay of kept tokens", "the config keeps the whole vocabulary")
     elif config.trainer.keep_sampling_mask:
         size = _max(steps, "payload/bytes_per_token")
         yield _finding("replay of kept tokens", bool(steps), f"payloads of {size:.0f} bytes a token")
@@ -218,14 +218,13 @@ def _evaluations(config: RunConfig, lines: Sequence[Line]) -> Iterator[Finding]:
 def _checkpoints(config: RunConfig, run_dir: RunDir) -> Iterator[Finding]:
     written = [folder.name for folder in list_checkpoints(run_dir.checkpoints)]
     if config.checkpoint.every_steps is None:
-        why = "the config writes none"
-        yield Finding(part="checkpoint", verdict=Verdict.NOT_EXERCISED, measured=why)
+        yield _not_exercised("checkpoint", "the config writes none")
     else:
         yield _finding("checkpoint", bool(written), ", ".join(written) or "none was written")
     name = "config.json" if config.lora is None else "adapter_config.json"
     final = run_dir.checkpoints / FINAL / name
     yield _finding("export", final.is_file(), str(final.parent) if final.is_file() else "none was written")
-    yield Finding(part="resuming", verdict=Verdict.NOT_EXERCISED, measured="nothing was resumed")
+    yield _not_exercised("resuming", "nothing was resumed")
 
 
 def _machine(steps: Sequence[Line]) -> Iterator[Finding]:
@@ -235,13 +234,13 @@ def _machine(steps: Sequence[Line]) -> Iterator[Finding]:
     words = ", ".join(f"{role} {size:.2g}" for role, size in sizes.items() if size)
     seconds = ", ".join(f"{line['time/step_s']:.3g}" for line in steps)
     measured = f"GiB of the largest process: {words}; seconds a step: {seconds}"
-    yield Finding(part="memory and speed of the run", verdict=Verdict.NOT_EXERCISED, measured=measured)
+    yield _not_exercised("memory and speed of the run", measured)
     gpus = _max(steps, "memory/trainer_gpu_gib"), _max(steps, "memory/generator_gpu_gib")
     if any(gpus):
         yield _finding("GPUs", all(gpus), f"trainer {gpus[0]:.2g} GiB reserved, generators {gpus[1]:.2g} GiB")
     else:
         lost = "kernels, CUDA graphs, NCCL, copies between host and device: no process used a GPU"
-        yield Finding(part="GPUs", verdict=Verdict.NOT_EXERCISED, measured=lost)
+        yield _not_exercised("GPUs", lost)
 
 
 def changes_table(name: str, changes: Sequence[Change]) -> Table:

@@ -470,24 +470,19 @@ def _replace_what_needs_gpus(draft: Draft) -> None:
     )
 
 
-_SIZES = {
-    "num_layers": "two of each kind",
-    "hidden_size": "as small as kernels take",
-    "num_heads": "divided by the same tensor-parallel degrees",
-    "num_kv_heads": "divided, or repeated, over the same tensor-parallel degrees",
-    "head_dim": "as small as kernels take",
-    "num_experts": "divided by the same expert-parallel degree",
-    "top_k": "a quarter of the experts at the most",
-    "expert_hidden_size": "as small as kernels take",
-    "dense_hidden_size": "as small as kernels take",
-    "vocab_size": "a tokenizer of characters",
-}
+_SIZES = (
+    *("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim"),
+    *("num_experts", "top_k", "expert_hidden_size", "dense_hidden_size"),
+)
 
 
 def _note_sizes(draft: Draft, facts: ModelFacts, small: ModelFacts) -> None:
-    for name, why in _SIZES.items():
-        untried = "the model's tokenizer and chat template" if name == "vocab_size" else None
-        draft.note(f"model: {name}", getattr(facts, name), getattr(small, name), why, untried)
+    why = "as small as kernels and parallel degrees allow"
+    for name in _SIZES:
+        draft.note(f"model: {name}", getattr(facts, name), getattr(small, name), why)
+    untried = "the model's tokenizer and chat template"
+    sizes = facts.vocab_size, small.vocab_size
+    draft.note("model: vocab_size", *sizes, "a tokenizer of characters", untried)
 
 
 def _be_patient(draft: Draft) -> None:

@@ -37,12 +37,12 @@ from forgeasync.config import (
 )
 from forgeasync.models import SHIPPED_MODELS, check_config, kv_bytes_per_token
 from forgeasync.planning.memory import (
-    NOTE,
     Row,
     generator_memory,
     gib,
     memory_plan,
     memory_rows,
+    plan_table,
     planned_machine,
     room_for_kv_cache,
     shared_gpu_bytes,
@@ -73,7 +73,7 @@ def dry_run_report(
     looked_at: str | None = None,
     gpu_bytes: int | None = None,
 ) -> Table:
-    """Return the plan of a checked config: processes, mesh, parameters, memory, tokens per step, staleness.
+    """Return the plan of a checked config: processes, mesh, parameters, memory, tokens per step, times.
 
     Args:
         config: The checked config.
@@ -86,11 +86,8 @@ def dry_run_report(
     if is_assumed:
         config = _on_hosts(config)
     counts = count_parameters(facts)
-    table = Table(title=f"plan of {config.name}", title_justify="left", caption=NOTE, caption_justify="left")
-    table.add_column("", no_wrap=True)
-    table.add_column("value", justify="right", no_wrap=True)
-    table.add_column("what that is")
-    sections = (
+    return plan_table(
+        f"plan of {config.name}",
         _processes(config, are_hosts_assumed=is_assumed),
         _mesh(config),
         _parameters(config, facts, counts, shape_from),
@@ -99,14 +96,8 @@ def dry_run_report(
         _data(config, looked_at),
         _steps(config, facts),
         _staleness(config),
-        _records(config, facts),
         _weight_times(config, facts),
     )
-    for rows in sections:
-        for row in rows:
-            table.add_row(*row)
-        table.add_section()
-    return table
 
 
 def _needs_hosts(config: RunConfig) -> bool:
@@ -197,19 +188,11 @@ def _cpu_procs(config: RunConfig) -> list[Row]:
             what = f"for every live episode; started {num_started}, reached over HTTP {num_reached}"
             rows.append(("MCP servers", str(len(environment.servers)), what))
         case PythonTool() | InstalledEnvironment(runs_code=True):
-            rows.append(_boxes(config))
+            what = f"for every live episode; sandbox.kind {config.sandbox.kind}"
+            if isinstance(config.sandbox, SandboxLimits):
+                what += f", up to {config.sandbox.memory_mib:,} MiB of memory each"
+            rows.append(("sandboxes", "1", what))
     return rows
-
-
-def _boxes(config: RunConfig) -> Row:
-    limits = config.sandbox
-    if not isinstance(limits, SandboxLimits):
-        return ("boxes", "1", f"for every live episode; sandbox.kind {limits.kind}")
-    return (
-        "boxes",
-        "1",
-        f"for every live episode; sandbox.kind {limits.kind}, up to {limits.memory_mib:,} MiB of memory each",
-    )
 
 
 def _hosts(config: RunConfig, *, are_assumed: bool) -> list[Row]:
@@ -233,14 +216,12 @@ def _hosts(config: RunConfig, *, are_assumed: bool) -> list[Row]:
 
 def _mesh(config: RunConfig) -> list[Row]:
     parallel = config.trainer.parallel
-    fsdp_of_experts = parallel.data_shard * parallel.context * parallel.tensor // parallel.expert
-    return [
-        ("dp_replicate", str(parallel.data_replicate), "HSDP replicas of the trainer's model"),
-        ("dp_shard", str(parallel.data_shard), "FSDP2 shards"),
-        ("tp", str(parallel.tensor), "tensor parallel"),
-        ("cp", str(parallel.context), "context parallel"),
-        ("ep", str(parallel.expert), f"expert parallel; each expert then sharded over {fsdp_of_experts}"),
-    ]
+    sizes = (parallel.data_replicate, parallel.data_shard, parallel.context, parallel.tensor)
+    what = f"dp_replicate x dp_shard x cp x tp; ep {parallel.expert}"
+    if parallel.expert > 1:
+        num_shards = parallel.data_shard * parallel.context * parallel.tensor // parallel.expert
+        what += f", each expert then sharded over {num_shards}"
+    return [("trainer mesh", " x ".join(map(str, sizes)), what)]
 
 
 def _parameters(
@@ -309,42 +290,9 @@ def _computed(rows: Sequence[Sequence[int]], lengths: Sequence[int], prompts: Se
 
 
 def _staleness(config: RunConfig) -> list[Row]:
-    bound = config.max_off_policy_steps
-    groups = (bound + 1) * config.algorithm.groups_per_step
-    meaning = (
-        "strictly synchronous: weights that sampled a token are the weights trained on it"
-        if bound == 0
-        else f"a token is trained on at most {bound} versions after the weights that sampled it"
-    )
-    admission = f"({bound} + 1) x {config.algorithm.groups_per_step}: sampled, waiting or in training"
-    return [
-        ("max_off_policy_steps", str(bound), meaning),
-        ("groups outstanding", f"<= {groups:,}", admission),
-    ]
-
-
-def _records(config: RunConfig, facts: ModelFacts) -> list[Row]:
-    """Return rows about what generators record of each token for replay in the trainer."""
-    sampling, trainer = config.sampling, config.trainer
-    cuts = [
-        f"sampling.{name} = {value:g}"
-        for name, value, uncut in (
-            ("top_k", sampling.top_k, 0),
-            ("top_p", sampling.top_p, 1.0),
-            ("min_p", sampling.min_p, 0.0),
-        )
-        if value != uncut
-    ]
-    if not sampling.cuts_vocabulary:
-        mask = ("not needed", f"temperature {sampling.temperature:g}, nothing is cut")
-    elif trainer.keep_sampling_mask:
-        mask = ("recorded", f"{', '.join(cuts)}; the trainer's softmax is over the same tokens")
-    else:
-        mask = ("not recorded", f"{', '.join(cuts)}, and trainer.keep_sampling_mask is false")
-    rows = [("sampling mask", *mask)]
-    if facts.num_experts:
-        rows.append(("routed experts", str(trainer.routing_replay), "trainer.routing_replay"))
-    return rows
+    bound, per_step = config.max_off_policy_steps, config.algorithm.groups_per_step
+    what = f"(max_off_policy_steps {bound} + 1) x {per_step}: sampled, waiting or in training"
+    return [("groups outstanding", f"<= {(bound + 1) * per_step:,}", what)]
 
 
 def _weight_times(config: RunConfig, facts: ModelFacts) -> list[Row]:

@@ -51,13 +51,6 @@ def planned_bytes(config: RunConfig, facts: ModelFacts) -> int:
     return trainer_memory(config, facts, count_parameters(facts), Machine.GPU).total_bytes
 
 
-def test_32k_fits_as_it_is() -> None:
-    config, facts = long_run(32768)
-    fit = fit_trainer(config, facts, gpu_bytes=H100)
-    assert fit.fits and fit.proposal is None and fit.planned == planned_bytes(config, facts)
-    assert fit_rows(config, facts, gpu_bytes=H100)[0][1] == "yes"
-
-
 @pytest.mark.parametrize("length", [131072, 262144])
 def test_longer_sequences_need_context_parallelism(length: int) -> None:
     config, facts = long_run(length)
@@ -137,19 +130,6 @@ def test_illegal_layouts_are_not_proposed() -> None:
     too_small = int((of_degree[16] - 1) / USABLE_SHARE)
     fit = fit_trainer(config, facts, gpu_bytes=too_small)
     assert fit.proposal is None and fit.smallest == of_degree[16]
-
-
-def test_none_is_proposed_where_the_weights_alone_are_too_many() -> None:
-    config, facts = long_run(131072)
-    fit = fit_trainer(config, facts, gpu_bytes=24 * 2**30)
-    assert fit.proposal is None and not fit.fits and fit.smallest < fit.planned
-    assert fit_rows(config, facts, gpu_bytes=24 * 2**30)[1][1] == "none"
-
-
-def test_a_run_on_cpus_is_not_compared_with_a_gpu() -> None:
-    config = load_config(CONFIGS / "qwen3_30b_a3b.yaml", ["trainer.dtype=float32"])
-    facts = read_model_facts(config.model.path)
-    assert fit_rows(config, facts, gpu_bytes=H100) == []
 
 
 def test_context_parallel_ranks_hold_a_part_and_keys_of_the_whole_row() -> None:

@@ -4,21 +4,18 @@ import dataclasses
 import json
 from pathlib import Path
 
-import psutil
 import pytest
 
-from forgeasync.config import RunConfig, resolve
-from forgeasync.models import read_model_facts, version_bytes
+from forgeasync.config import RunConfig
+from forgeasync.models import read_model_facts
 from forgeasync.planning import (
     Machine,
     check_host_memory,
     check_memory,
     check_shared_memory,
     count_parameters,
-    memory_plan,
     teacher_memory,
 )
-from forgeasync.processes import available_host_bytes
 from forgeasync.schema import ConfigError
 from forgeasync.testing import write_tiny_model
 from tests.support.config_samples import FACTS, minimal_config, only
@@ -34,14 +31,6 @@ def test_a_kv_cache_larger_than_the_machine_is_refused() -> None:
     assert message.startswith("generator.kv_cache_gib = 1000.0: must be at most 32")
     assert "1 engine processes" in message and "32 GiB of memory available" in message
     assert list(check_memory(large, FACTS, host_bytes=1001 * GIB)) == []
-
-
-def test_every_engine_process_has_a_cache() -> None:
-    two = minimal_config("generator.kv_cache_gib=10", "generator.num_replicas=2")
-    assert "must be at most 9.5:" in only(list(check_memory(two, FACTS, host_bytes=19 * GIB)))
-    assert list(check_memory(two, FACTS, host_bytes=21 * GIB)) == []
-    halves = minimal_config("generator.kv_cache_gib=10", "generator.tensor_parallel=2")
-    assert list(check_memory(halves, FACTS, host_bytes=19 * GIB))
 
 
 def test_weights_and_optimizer_count() -> None:
@@ -69,7 +58,6 @@ def test_generators_alone_need_no_memory_of_a_trainer() -> None:
 def test_a_reference_model_counts() -> None:
     run = minimal_config("generator.kv_cache_gib=4", "algorithm.kl={estimator: k3, coefficient: 0.1}")
     assert "40 GiB for parameters" in only(list(check_memory(run, LARGE, host_bytes=51 * GIB)))
-    assert list(check_memory(run, LARGE, host_bytes=53 * GIB)) == []
 
 
 @pytest.mark.parametrize(
@@ -124,16 +112,6 @@ def test_the_host_of_gpus_needs_memory_too(overrides: tuple[str, ...], needed_gi
     assert message.startswith("host memory = ") and named in message
 
 
-def test_adapters_travel_in_float32_whatever_the_generators_dtype() -> None:
-    whole = minimal_config("generator.dtype=bfloat16")
-    adapted = minimal_config("generator.dtype=bfloat16", "lora={rank: 2, alpha: 4, targets: [q_proj]}")
-    # q_proj maps 64 dimensions to 4 heads of 32, in each of 2 layers.
-    assert version_bytes(adapted, FACTS) == 4 * 2 * 2 * (64 + 4 * 32)
-    assert version_bytes(whole, FACTS) == 2 * count_parameters(FACTS).total
-    host = memory_plan(resolve(adapted, FACTS), FACTS)[-1]
-    assert "in float32" in next(item.how for item in host.items if item.name.startswith("staging"))
-
-
 def with_teacher(**teacher: object) -> RunConfig:
     section = {"engine": {"kv_cache_gib": 3, "num_replicas": 2}} | teacher
     return minimal_config(
@@ -180,8 +158,3 @@ def test_other_machines_are_not_this_one() -> None:
     launcher = "launcher={kind: slurm, gpus_per_host: 8, partition: gpu}"
     run = minimal_config("generator.kv_cache_gib=1000", launcher)
     assert list(check_memory(run, FACTS, host_bytes=GIB)) == []
-
-
-def test_available_memory_is_at_most_what_the_kernel_says() -> None:
-    assert 0 < available_host_bytes() <= psutil.virtual_memory().total
-    assert available_host_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.5)

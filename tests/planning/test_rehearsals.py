@@ -32,7 +32,6 @@ from forgeasync.models import (
     FAMILIES,
     NUM_CHARACTER_TOKENS,
     SHIPPED_MODELS,
-    character_tokenizer,
     check_checkpoint_shapes,
     check_config,
     parse_model_facts,
@@ -254,13 +253,6 @@ def test_a_machine_with_gpus_rehearses_what_they_hold() -> None:
     assert (small.trainer.parallel.num_procs, small.generator.num_replicas) == (4, 2)
 
 
-@pytest.mark.parametrize(("name", "num_gpus"), [("0.6b_1gpu", 1), ("1.7b_1gpu", 1), ("0.6b_2gpu", 2)])
-def test_small_configs_are_rehearsed_on_the_gpus_that_they_need(name: str, num_gpus: int) -> None:
-    config = load_config([CONFIGS / f"qwen3_{name}.yaml"])
-    gpus = Capacity(memory_bytes=60 * GIB, num_gpus=num_gpus)
-    assert_legal(rehearsed(config, facts_of(config), stage(gpus, num_gpus=num_gpus)), num_gpus=num_gpus)
-
-
 @given(st.data())
 def test_any_legal_layout_has_a_legal_rehearsal(data: st.DataObject) -> None:
     draw = data.draw
@@ -309,46 +301,6 @@ def test_any_legal_layout_has_a_legal_rehearsal(data: st.DataObject) -> None:
     engine = generator.tensor_parallel
     assert (small.num_kv_heads % engine == 0) == (facts.num_kv_heads % engine == 0)
     assert small.num_experts <= facts.num_experts and small.num_heads <= facts.num_heads
-
-
-@pytest.mark.parametrize(
-    ("num_kv_heads", "trainer_ranks", "engine_ranks", "heads"),
-    [
-        (8, 1, 4, (4, 8)),
-        (8, 4, 2, (4, 8)),
-        # An engine of more ranks than heads repeats them.
-        (4, 2, 8, (2, 8)),
-        (4, 4, 16, (4, 16)),
-        (1, 1, 4, (1, 4)),
-    ],
-)
-def test_heads_are_divided_and_repeated_as_in_the_model(
-    num_kv_heads: int, trainer_ranks: int, engine_ranks: int, heads: tuple[int, int]
-) -> None:
-    facts = dataclasses.replace(FACTS, num_heads=32, num_kv_heads=num_kv_heads)
-    parallel = ParallelSection(num_procs=trainer_ranks, tensor=trainer_ranks)
-    generator = GeneratorSection(tensor_parallel=engine_ranks)
-    small = small_facts(facts, parallel, generator, max_context_length=64, on_gpus=False)
-    assert (small.num_kv_heads, small.num_heads) == heads
-
-
-@pytest.mark.parametrize(
-    ("num_experts", "parallel", "engine_ranks", "experts"),
-    [
-        (128, ParallelSection(num_procs=4, expert=2), 1, (8, 2)),
-        (60, ParallelSection(num_procs=4, expert=4), 1, (12, 3)),
-        (60, ParallelSection(num_procs=1), 5, (10, 2)),
-        # Fewer experts than ranks: each expert is sharded.
-        (8, ParallelSection(num_procs=16, expert=2), 1, (8, 2)),
-    ],
-)
-def test_experts_are_as_few_as_ranks_divide(
-    num_experts: int, parallel: ParallelSection, engine_ranks: int, experts: tuple[int, int]
-) -> None:
-    facts = dataclasses.replace(FACTS, num_experts=num_experts, top_k=6, num_heads=20, num_kv_heads=20)
-    generator = GeneratorSection(tensor_parallel=engine_ranks, expert_parallel=engine_ranks > 1)
-    small = small_facts(facts, parallel, generator, max_context_length=64, on_gpus=False)
-    assert (small.num_experts, small.top_k) == experts
 
 
 def test_hub_data_is_generated_and_local_data_stays() -> None:
@@ -406,7 +358,6 @@ def overlong(max_length: int, share: float) -> str:
         ([OWN_REWARD, SAMPLING], {"data.reward.factory": REWARD, "algorithm.filters.0.kind": None}),
         ([OWN_ENVIRONMENT, SAMPLING], {"data.reward": None, "algorithm.filters.0.kind": None}),
         # Prompts are the environment's own.
-        ([OWN_ENVIRONMENT], {"environment.factory": ENVIRONMENT, "model.max_context_length": 1024}),
         ([OWN_ENVIRONMENT, CONSTANT], {"algorithm.aggregation.length": 1024}),
         ([OWN_ENVIRONMENT, A_SET], {"evaluation.sets.0.num_problems": 8, "evaluation.sets.0.reward": None}),
         ([OWN_ENVIRONMENT, A_SET], {"evaluation.sets.0.source.kind": GENERATED.kind}),
@@ -415,7 +366,6 @@ def overlong(max_length: int, share: float) -> str:
         (DEPTHS, {"accounting.window_groups": 3}),
         # Penalties for length begin at the same share of responses.
         ([*LONG, overlong(9900, 0.2)], {"algorithm.filters.0.max_length": 38}),
-        ([*LONG, overlong(4100, 0.2)], {"algorithm.filters.0.max_length": 16}),
         # By its share alone it would be 45, and begin after 32 tokens: never.
         ([*LONG, overlong(11520, 0.28894)], {"algorithm.filters.0.max_length": 44}),
         # It is no run in anybody's project.
@@ -428,12 +378,6 @@ def test_what_becomes_of_a_config(overrides: Sequence[str], expected: dict[str, 
     assert {key: found.get(key) for key in expected} == expected
     for key in (key for key, value in expected.items() if value is None):
         assert not [one for one in found if one.startswith(f"{key}.")], f"{key} is a section"
-
-
-def test_what_was_left_out_is_said() -> None:
-    left_out = untried(rehearsal_of(OWN_REWARD, SAMPLING, "logging.wandb={project: numbers}"))
-    assert left_out["algorithm.filters"] == "the filter dynamic_sampling"
-    assert left_out["logging.wandb"] == "Weights & Biases"
 
 
 # --- the tiny model's folder ---
@@ -471,27 +415,6 @@ def test_a_folder_is_a_model_of_its_family(name: str, tmp_path: Path) -> None:
     assert logits_V.shape == (facts.vocab_size,) == (NUM_CHARACTER_TOKENS,)
     # A random model's: neither all alike nor nearly certain.
     assert 0.1 < float(logits_V.std()) < 10.0
-
-
-def test_a_seed_gives_the_same_weights(tmp_path: Path) -> None:
-    raw = raw_config("qwen3_moe")
-    facts = dataclasses.replace(parse_model_facts(raw, "x"), vocab_size=NUM_CHARACTER_TOKENS)
-    written = []
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        write_model(tmp_path / name, raw, facts, chat_template=False, template_arguments=(), seed=seed)
-        written.append((tmp_path / name / "model.safetensors").read_bytes())
-    assert written[0] == written[1] != written[2]
-
-
-def test_every_character_is_a_token_and_every_token_has_a_text() -> None:
-    tokenizer = character_tokenizer(chat_template=False)
-    assert len(tokenizer) == NUM_CHARACTER_TOKENS
-    assert tokenizer.chat_template is None
-    text = "Add 1 + 2,\nplease!"
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert len(ids) == len(text) and tokenizer.decode(ids) == text
-    assert all(tokenizer.decode([index]) for index in range(NUM_CHARACTER_TOKENS))
-    assert tokenizer("é", add_special_tokens=False)["input_ids"] == [tokenizer.unk_token_id]
 
 
 # --- what a rehearsal says was exercised ---

@@ -44,9 +44,9 @@ class CodingTools:
     The docstrings of ``run``, ``view``, ``edit``, ``write`` and ``submit`` are part of the model's prompt.
     """
 
-    def __init__(self, box: Sandbox, *, command_s: float) -> None:
+    def __init__(self, sandbox: Sandbox, *, command_s: float) -> None:
         """``command_s`` is the time limit of one command, in seconds."""
-        self._box = box
+        self._sandbox = sandbox
         self._command_s = command_s
         self._shell: Shell | None = None
         self.is_submitted = False
@@ -66,7 +66,7 @@ class CodingTools:
             command: The command, for bash.
         """
         if self._shell is None:
-            self._shell = await self._box.shell()
+            self._shell = await self._sandbox.shell()
         result = await self._shell.run(command, timeout_s=self._command_s)
         if result.session_ended:
             self._shell = None
@@ -122,7 +122,7 @@ class CodingTools:
 
     async def _text(self, path: str) -> str:
         try:
-            return (await self._box.read(path, max_bytes=MAX_FILE_BYTES)).decode()
+            return (await self._sandbox.read(path, max_bytes=MAX_FILE_BYTES)).decode()
         except UnicodeDecodeError:
             raise ToolFailed(f"Error: {path} is no UTF-8 text") from None
         except (FileNotFoundError, FileTooLarge, SandboxError, ValueError) as error:
@@ -136,7 +136,7 @@ class CodingTools:
         if len(data) > MAX_FILE_BYTES:
             raise ToolFailed(f"Error: the file would have {len(data)} bytes; at most {MAX_FILE_BYTES}")
         try:
-            await self._box.write(path, data)
+            await self._sandbox.write(path, data)
         except (SandboxError, ValueError) as error:
             raise ToolFailed(f"Error: {error}") from None
 
@@ -199,24 +199,24 @@ class CodingEnvironment(Environment):
         """
         record = read_record(task.record, Path("/"))
         hidden = hidden_tests(record)
-        sandbox = _sandbox_for(record, self._sandbox)
+        section = _sandbox_for(record, self._sandbox)
         try:
-            async with Sandbox(sandbox, workspace=record.checkout) as box:
-                bench = CodingTools(box, command_s=agent.tool_limit_s)
+            async with Sandbox(section, workspace=record.checkout) as sandbox:
+                tools = CodingTools(sandbox, command_s=agent.tool_limit_s)
                 try:
-                    await self._work(task, agent, bench)
+                    await self._work(task, agent, tools)
                 finally:
-                    await bench.close()
-                changes = await take_changes(box, record, hidden, self._section)
+                    await tools.close()
+                changes = await take_changes(sandbox, record, hidden, self._section)
             if changes.is_empty:
                 return _attempt(record, changes, None)
-            verdict = await grade(record, hidden, changes, sandbox=sandbox, section=self._section)
+            verdict = await grade(record, hidden, changes, sandbox_section=section, section=self._section)
         except SandboxUnavailable as error:
-            raise EpisodeInterrupted(f"no box for the task could be started: {error}") from error
+            raise EpisodeInterrupted(f"no sandbox for the task could be started: {error}") from error
         return _attempt(record, changes, verdict)
 
-    async def _work(self, task: Task, agent: Agent, bench: CodingTools) -> None:
-        toolbox = Toolbox(bench.tools, max_characters=self._section.max_result_characters)
+    async def _work(self, task: Task, agent: Agent, tools: CodingTools) -> None:
+        toolbox = Toolbox(tools.tools, max_characters=self._section.max_result_characters)
         messages: list[Message] = [{"role": "user", "content": task.prompt}]
         if self._section.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._section.system_prompt})
@@ -232,7 +232,7 @@ class CodingEnvironment(Environment):
                 result = await toolbox.call(call, limit_s=agent.tool_limit_s + GRACE_S)
                 agent.count_tool_call(result.status, took_s=result.took_s)
                 messages.append(result.message)
-                if bench.is_submitted:
+                if tools.is_submitted:
                     return
             for broken in turn.broken_tool_calls:
                 agent.count_tool_call(ToolStatus.UNREADABLE)

@@ -92,7 +92,7 @@ def run_command(name: str, *arguments: str | int) -> list[str]:
 
 @functools.lru_cache(maxsize=64)
 def manifest_of(checkout: Path) -> bytes:
-    """Return kind, digest and mode of every file of a checkout, as JSON for the program ``take``."""
+    """Return kind, digest and mode of every file of a checkout, as JSON for the program ``changes``."""
     found: dict[str, list[Any]] = {}
     for parent, folders, files in os.walk(checkout):
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
@@ -112,7 +112,7 @@ def manifest_of(checkout: Path) -> bytes:
 
 
 async def take_changes(
-    box: Sandbox, record: CodingRecord, hidden: HiddenTests, section: CodingAgent
+    sandbox: Sandbox, record: CodingRecord, hidden: HiddenTests, section: CodingAgent
 ) -> Changes:
     """Return the differences between a sandbox and the checkout.
 
@@ -123,13 +123,13 @@ async def take_changes(
     listed, result = f"{folder}/list", f"{folder}/result"
     max_bytes, max_files = section.max_patch_kib * 2**10, section.max_changed_files
     try:
-        await box.write(listed, manifest_of(record.checkout))
-        done = await box.exec(
-            run_command("take", listed, result, max_bytes, max_files), timeout_s=TAKE_LIMIT_S
+        await sandbox.write(listed, manifest_of(record.checkout))
+        done = await sandbox.exec(
+            run_command("changes", "take", listed, result, max_bytes, max_files), timeout_s=TAKE_LIMIT_S
         )
         if done.timed_out or done.exit_code:
             return _nothing(f"the workspace cannot be read: {done.stderr.strip()[-300:]}")
-        read = await box.read(result, max_bytes=2 * max_bytes + max_files * MAX_PATH_BYTES + 2**16)
+        read = await sandbox.read(result, max_bytes=2 * max_bytes + max_files * MAX_PATH_BYTES + 2**16)
     except (FileNotFoundError, FileTooLarge, SandboxError) as error:
         return _nothing(f"the workspace cannot be read: {error}")
     try:
@@ -282,7 +282,7 @@ async def grade(
     hidden: HiddenTests,
     changes: Changes,
     *,
-    sandbox: SandboxSection,
+    sandbox_section: SandboxSection,
     section: CodingAgent,
 ) -> Verdict:
     """Run the record's tests on the checkout with the model's changes; hidden tests are placed last.
@@ -293,9 +293,10 @@ async def grade(
     Raises:
         SandboxError: a sandbox could not be prepared; no code of the model ran in it.
     """
-    if isinstance(sandbox, SandboxLimits):
+    if isinstance(sandbox_section, SandboxLimits):
         # Reports of the tests come through the output, which therefore needs room for them.
-        sandbox = sandbox.model_copy(update={"output_kib": max(sandbox.output_kib, REPORT_KIB)})
+        output_kib = max(sandbox_section.output_kib, REPORT_KIB)
+        sandbox_section = sandbox_section.model_copy(update={"output_kib": output_kib})
     placed = {
         "files": {
             path: (base64.b64encode(one.content).decode(), one.is_executable)
@@ -314,11 +315,11 @@ async def grade(
     without_place: tuple[str, ...] = ()
     left_s = section.tests_s
     for target, tests in by_target.items():
-        async with Sandbox(sandbox, workspace=record.checkout) as box:
-            patch, without_place = await _place(box, json.dumps(placed).encode(), patch)
+        async with Sandbox(sandbox_section, workspace=record.checkout) as sandbox:
+            patch, without_place = await _place(sandbox, json.dumps(placed).encode(), patch)
             if left_s > 0:
                 began_s = time.perf_counter()
-                of_target, words = await _run(box, record, target, tests, limit_s=left_s)
+                of_target, words = await _run(sandbox, record, target, tests, limit_s=left_s)
                 left_s -= time.perf_counter() - began_s
             else:
                 of_target, words = set(), "not run: environment.tests_s had passed"
@@ -329,7 +330,7 @@ async def grade(
     )
 
 
-async def _place(box: Sandbox, placed: bytes, patch: str | None) -> tuple[str, tuple[str, ...]]:
+async def _place(sandbox: Sandbox, placed: bytes, patch: str | None) -> tuple[str, tuple[str, ...]]:
     """Bring a new sandbox to the state that is tested, without running any code of the model.
 
     Returns the diff of the changes, which is computed only if ``patch`` is None, and the changed files that
@@ -337,27 +338,27 @@ async def _place(box: Sandbox, placed: bytes, patch: str | None) -> tuple[str, t
     """
     folder = f".coding-{secrets.token_hex(8)}"
     changes, result = f"{folder}/changes", f"{folder}/difference"
-    await box.write(changes, placed)
+    await sandbox.write(changes, placed)
     if patch is None:
-        done = await box.exec(
+        done = await sandbox.exec(
             run_command("changes", "difference", changes, result, MAX_DIFFERENCE_BYTES),
             timeout_s=DIFFERENCE_LIMIT_S,
         )
         if done.exit_code or done.timed_out:
             patch = f"# no difference was computed within {DIFFERENCE_LIMIT_S:g} s\n"
         else:
-            read = await box.read(result, max_bytes=MAX_DIFFERENCE_BYTES)
+            read = await sandbox.read(result, max_bytes=MAX_DIFFERENCE_BYTES)
             patch = read.decode(errors="replace")
-    done = await box.exec(run_command("changes", "place", changes), timeout_s=PLACE_LIMIT_S)
+    done = await sandbox.exec(run_command("changes", "place", changes), timeout_s=PLACE_LIMIT_S)
     if done.exit_code or done.timed_out:
         raise SandboxError(f"the changes could not be put in place: {done.stderr.strip()[-300:]}")
     without_place = tuple(json.loads(done.stdout))
-    await box.exec(["rm", "-rf", folder], timeout_s=PLACE_LIMIT_S)
+    await sandbox.exec(["rm", "-rf", folder], timeout_s=PLACE_LIMIT_S)
     return patch, without_place
 
 
 async def _run(
-    box: Sandbox, record: CodingRecord, target: str, tests: Sequence[str], *, limit_s: float
+    sandbox: Sandbox, record: CodingRecord, target: str, tests: Sequence[str], *, limit_s: float
 ) -> tuple[set[str], str]:
     """Run the tests of a target; return those that passed, and the log."""
     nonce = secrets.token_hex(16)
@@ -369,8 +370,8 @@ async def _run(
         "tests": tests,
         "python_path": record.python_path,
     }
-    await box.write(path, json.dumps(request).encode())
-    done = await box.exec(run_command("run_tests", path), timeout_s=limit_s)
+    await sandbox.write(path, json.dumps(request).encode())
+    done = await sandbox.exec(run_command("run_tests", path), timeout_s=limit_s)
     passed, problem = _passed(list(_reports(done.stdout, nonce)), tests, done, record.runner)
     log = f"{done.stderr}\n[exit code {done.exit_code}, {done.duration_s:.1f} s]"
     if done.num_stderr_bytes_cut:

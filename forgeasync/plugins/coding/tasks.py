@@ -7,14 +7,14 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from random import Random
 from typing import Any
 
-from forgeasync.environments import HELD_OUT_SEED, json_like, read_json_records
+from forgeasync.environments import HELD_OUT_SEED, DrawnProblems, json_like, read_json_records
 from forgeasync.plugins.coding.section import CodingSource
 from forgeasync.rollouts import Task
 from forgeasync.schema import ConfigError, Problem
@@ -275,8 +275,8 @@ def _possible_files(record: CodingRecord, test: str) -> list[str]:
     return [f"{root}{module}{end}" for root in roots for end in (".py", "/__init__.py")]
 
 
-class CodingProblems:
-    """The tasks of a file. A fixed seed selects those that are held out; the others are for training."""
+class CodingProblems(DrawnProblems):
+    """The tasks of a file. Records may have the same issue; those with equal text are held out together."""
 
     def __init__(self, source: CodingSource, *, num_train: int, num_held_out: int, seed: int) -> None:
         """Read all records, and check that their checkouts exist and that the test patches apply to them.
@@ -284,36 +284,14 @@ class CodingProblems:
         Raises:
             ConfigError: a record is wrong; the text names its line.
         """
-        self._source = source
-        self._num_train = num_train
-        self._num_held_out = num_held_out
-        self._seed = seed
-        tasks = _read(source)
-        # Several records may have the same issue; those with equal text must be held out together.
-        texts = sorted({task.prompt for task in tasks})
-        Random(HELD_OUT_SEED).shuffle(texts)
-        held_out = set(texts[:num_held_out])
-        first = {task.prompt: task for task in reversed(tasks)}
-        self._held_out = [first[text] for text in texts[:num_held_out]]
-        self._others = [task for task in tasks if task.prompt not in held_out]
+        super().__init__(source.path, num_train=num_train, num_held_out=num_held_out, seed=seed)
+        self._tasks = _read(source)
 
-    def held_out(self) -> list[Task]:
-        """Return distinct tasks. Raises ConfigError if there are too few."""
-        if len(self._held_out) < self._num_held_out:
-            raise self._too_few("num_held_out", self._num_held_out, len(self._held_out))
-        return self._held_out
-
-    def train(self, never: Set[str]) -> list[Task]:
-        """Return tasks for training, ordered by the run's seed. Raises ConfigError if there are too few."""
-        tasks = [task for task in self._others if task.prompt not in never]
-        if len(tasks) < self._num_train:
-            raise self._too_few("num_train", self._num_train, len(tasks))
-        Random(self._seed).shuffle(tasks)
-        return tasks[: self._num_train]
-
-    def _too_few(self, field: str, wanted: int, found: int) -> ConfigError:
-        remedy = f"{self._source.path} has only {found} for this; data.num_held_out are kept apart"
-        return ConfigError([Problem(field=f"data.{field}", value=wanted, remedy=remedy)])
+    def candidates(self, *, held_out: bool) -> Iterator[Task]:
+        """See ``DrawnProblems``."""
+        tasks = sorted(self._tasks, key=lambda task: task.prompt) if held_out else list(self._tasks)
+        Random(HELD_OUT_SEED if held_out else self._seed).shuffle(tasks)
+        yield from tasks
 
 
 def _read(source: CodingSource) -> list[Task]:

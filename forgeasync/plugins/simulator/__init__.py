@@ -1,8 +1,8 @@
 """Predicts the speed of a run with a discrete-event simulation that is based on measured service times.
 
-``profile`` defines the service times and their file. ``measure`` times the parts of a run on this machine.
-``run.simulate`` simulates a run with the real rules of buffer, routing, scoring, payloads and weights.
-``what_if`` simulates changes. docs/simulation.md and docs/profiling.md describe them.
+``profile`` defines the service times and their file, ``from_run`` derives them from a run, ``stated_profile``
+from a data sheet. ``run`` simulates a run with the real rules of buffer, routing, scoring, payloads and
+weights. ``what_if`` simulates changes, and splits of GPUs. See docs/simulation.md and docs/profiling.md.
 """
 
 import lazy_loader

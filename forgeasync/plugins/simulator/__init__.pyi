@@ -1,3 +1,4 @@
+from .from_run import print_profiled_run as print_profiled_run
 from .from_run import profile_run as profile_run
 from .profile import read_profile as read_profile
 from .profile import write_profile as write_profile
@@ -5,19 +6,18 @@ from .run import simulate_seeds as simulate_seeds
 from .shape import SimulatedRun as SimulatedRun
 from .shape import of_config as of_config
 from .stated_profile import stated_profile as stated_profile
-from .tables import print_plan as print_plan
-from .tables import print_profiled_run as print_profiled_run
 from .what_if import ProfileOf as ProfileOf
+from .what_if import print_plan as print_plan
 from .what_if import plan_splits as plan_splits
 
 # Only tests import these.
-from .clock import Clock as Clock
+from .engine import Clock as Clock
 from .engine import Engine as Engine
 from .engine import EngineCost as EngineCost
 from .from_run import ProfiledRun as ProfiledRun
-from .groups import DrawnRollout as DrawnRollout
-from .groups import Sequence as Sequence
-from .groups import SimulatedGroup as SimulatedGroup
+from .engine import DrawnRollout as DrawnRollout
+from .engine import Sequence as Sequence
+from .engine import SimulatedGroup as SimulatedGroup
 from .profile import DecodePoint as DecodePoint
 from .profile import DecodeTable as DecodeTable
 from .profile import Distribution as Distribution
@@ -30,7 +30,7 @@ from .profile import TrainTable as TrainTable
 from .profile import WeightTimes as WeightTimes
 from .profile import fit_lengths as fit_lengths
 from .run import RunSimulation as RunSimulation
-from .run import Scorers as Scorers
+from .run import RandomDraws as RandomDraws
 from .run import simulate as simulate
 from .shape import Prediction as Prediction
 from .what_if import SplitPlan as SplitPlan

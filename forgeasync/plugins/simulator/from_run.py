@@ -19,6 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from forgeasync.buffer import (
     BadLine,
@@ -44,10 +46,15 @@ from forgeasync.observability import (
     num_steps_ahead,
 )
 from forgeasync.planning import KV_BLOCK_TOKENS, pair_cost, planned_machine
-from forgeasync.plugins.simulator.clock import Clock
-from forgeasync.plugins.simulator.engine import Engine, EngineCost
-from forgeasync.plugins.simulator.groups import Counts, DrawnRollout, SimulatedGroup
-from forgeasync.plugins.simulator.groups import Sequence as OneRollout
+from forgeasync.plugins.simulator.engine import (
+    Clock,
+    Counts,
+    DrawnRollout,
+    Engine,
+    EngineCost,
+    SimulatedGroup,
+)
+from forgeasync.plugins.simulator.engine import Sequence as OneRollout
 from forgeasync.plugins.simulator.profile import (
     DecodePoint,
     DecodeTable,
@@ -64,6 +71,7 @@ from forgeasync.plugins.simulator.profile import (
 )
 from forgeasync.plugins.simulator.run import simulate_seeds, step_sizes
 from forgeasync.plugins.simulator.shape import SimulatedRun, of_config
+from forgeasync.plugins.simulator.what_if import what_if
 from forgeasync.rollouts import Task
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
@@ -521,7 +529,7 @@ def _replay(groups: Sequence[SampledGroup], pauses: Sequence[Span], cost: Engine
         index = sequence.group.group_id
         passed[index] = np.subtract(sequence.counts, begun[index])
 
-    engine = Engine(0, cost, clock, ended, version=0)
+    engine = Engine(0, cost, clock, ended)
     for index, group in enumerate(groups):
         clock.after(group.begin_s - zero_s, functools.partial(add, index))
     for pause in pauses:
@@ -530,3 +538,70 @@ def _replay(groups: Sequence[SampledGroup], pauses: Sequence[Span], cost: Engine
     while clock.step():
         pass
     return passed
+
+
+# ---- output
+
+
+def print_profiled_run(profiled: ProfiledRun) -> None:
+    """Print the times of a run, its simulated step time, and the predicted gains of single changes.
+
+    Times are in milliseconds, those of optimizer steps with the half width of their 95 % intervals.
+    """
+    profile, console = profiled.profile, Console()
+    decode = _table(f"decode steps on {profile.hardware}", "sequences", "ms")
+    for point in profile.decode:
+        decode.add_row(str(point.num_running), _ms(point.step_s.mean))
+    train = _table("optimizer steps", "rows of a rank", "cost of a rank, in tokens", "ms")
+    for step in profile.train:
+        mean_s, half_s = step.step_s.mean, (step.step_s.high - step.step_s.low) / 2
+        train.add_row(str(step.num_rows), f"{step.cost:.0f}", f"{_ms(mean_s)} ± {_ms(half_s)}")
+    others = _table("other times", "part", "ms", "p5", "p95")
+    for name, times in (
+        ("training waits to publish", profile.weights.wait_s),
+        ("publish", profile.weights.publish_s),
+        ("fetch and stage", profile.weights.fetch_s),
+        ("swap", profile.weights.swap_s),
+        ("score a response", profile.score_s),
+        ("between two steps", profile.between_steps_s),
+    ):
+        others.add_row(name, _ms(times.mean.mean), _ms(times.at(0.05)), _ms(times.at(0.95)))
+    console.print(decode, train, others)
+    console.print(f"prompts: {profile.prefill_tokens_per_s.mean:,.0f} tokens/s")
+    console.print(f"a scorer scores {profile.score_places} responses at once")
+    for source, lengths in profile.lengths.items():
+        response = lengths.response
+        console.print(
+            f"{source}: prompts of {lengths.prompt.mean.mean:.0f} tokens, responses of "
+            f"{response.mean.mean:.0f} (p95 {response.at(0.95):.0f}), alike within a group by "
+            f"{lengths.prompt_share:.2f}"
+        )
+    console.print(f"starting: {profile.start_s.mean:.0f} s from the command to the first step")
+    console.print(
+        f"steps of the run took {profiled.measured_s:.3g} s each; simulated with this profile "
+        f"{profiled.simulated_s:.3g} s"
+    )
+    found = what_if(profiled.run, profile)
+    base = found.base
+    console.print(
+        f"predicted: {base.step_s:.3g} s a step, {base.trained_tokens_per_s:,.0f} tokens/s trained, "
+        f"trainer waits {base.trainer_idle_share:.0%}, generators {base.generators_idle_share:.0%}, "
+        f"mean age {base.mean_age:.1f}"
+    )
+    changes = _table("what changes would bring", "with", "s a step", "saves")
+    for gain in found.gains:
+        changes.add_row(gain.change, f"{gain.after_s:.3g}", f"{gain.share:.0%}")
+    console.print(changes)
+    console.print(found.verdict, soft_wrap=True, highlight=False)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("part", "with") else "right")
+    return table
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = 1000 * seconds
+    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"

@@ -255,70 +255,32 @@ def fit_lengths(prompts: Sequence[float], groups: Sequence[Sequence[float]]) -> 
 
     Raises ValueError without a prompt or a response.
     """
-    response = Distribution.of(
-        [length for group in groups for length in group], num_quantiles=NUM_LENGTH_QUANTILES
-    )
+    lengths = [length for group in groups for length in group]
     return Lengths(
         prompt=Distribution.of(prompts),
-        response=response.model_copy(update={"mean": mean_of_groups(groups)}),
-        prompt_share=_alikeness(groups),
+        response=Distribution.of(lengths, num_quantiles=NUM_LENGTH_QUANTILES),
+        prompt_share=_intraclass_correlation(groups),
     )
 
 
-def mean_of_groups(groups: Sequence[Sequence[float]]) -> Estimate:
-    """Return the mean of all values, with the interval of the groups' means.
+def _intraclass_correlation(groups: Sequence[Sequence[float]]) -> float:
+    """Return the similarity of values within groups of the most frequent size, from 0 to 1.
 
-    Values of one group are similar, so counting each of them as a sample would make the interval too narrow
-    (Kish 1965, "Survey Sampling", ch. 5). ``num_samples`` is the number of groups.
+    It is the intraclass correlation of normal scores by one-way analysis of variance (Shrout and Fleiss 1979,
+    ICC(1,1)). Normal scores are the normal quantiles of mid-ranks (Blom 1958). Shape suffixes: N groups, G
+    values of a group.
     """
-    means = Estimate.of([statistics.fmean(group) for group in groups if group])
-    # If groups have different sizes, the mean of their means is not the mean of all values.
-    mean = statistics.fmean(value for group in groups for value in group)
-    return Estimate(
-        mean=mean,
-        low=max(0.0, mean - (means.high - means.mean)),
-        high=mean + (means.high - means.mean),
-        num_samples=means.num_samples,
-    )
-
-
-def _alikeness(groups: Sequence[Sequence[float]]) -> float:
-    """Return the similarity of values within groups: the intraclass correlation of their normal scores, from
-    0 to 1.
-
-    The correlation is that of one-way analysis of variance (Shrout and Fleiss 1979, ICC(1,1)). Normal scores
-    are the normal quantiles of mid-ranks (Blom 1958).
-    """
-    groups = [group for group in groups if len(group) > 1]
-    values = sorted(value for group in groups for value in group)
-    if len(groups) < 2 or values[0] == values[-1]:
+    size = statistics.mode(map(len, groups))
+    values_NG = np.array([group for group in groups if len(group) == size])
+    if len(values_NG) < 2 or size < 2 or values_NG.min() == values_NG.max():
         return 0.0
-    scores = _normal_scores(values)
-    scored = [[scores[value] for value in group] for group in groups]
-    size = statistics.fmean(len(group) for group in scored)
-    mean = statistics.fmean(value for group in scored for value in group)
-    means = [statistics.fmean(group) for group in scored]
-    between = math.fsum(len(group) * (one - mean) ** 2 for group, one in zip(scored, means, strict=True)) / (
-        len(scored) - 1
-    )
-    num_within = sum(len(group) - 1 for group in scored)
-    within = (
-        math.fsum((value - one) ** 2 for group, one in zip(scored, means, strict=True) for value in group)
-        / num_within
-    )
+    _, places, counts = np.unique(values_NG, return_inverse=True, return_counts=True)
+    shares = (counts.cumsum() - (counts - 1) / 2 - 0.375) / (values_NG.size + 0.25)
+    normal = statistics.NormalDist()
+    scores_NG = np.array([normal.inv_cdf(share) for share in shares])[places].reshape(values_NG.shape)
+    between = size * float(scores_NG.mean(axis=1).var(ddof=1))
+    within = float(scores_NG.var(axis=1, ddof=1).mean())
     return min(1.0, max(0.0, (between - within) / (between + (size - 1) * within)))
-
-
-def _normal_scores(ordered: Sequence[float]) -> dict[float, float]:
-    """Return the normal score of every value; equal values have the score of their middle rank."""
-    normal, num = statistics.NormalDist(), len(ordered)
-    places: dict[float, list[int]] = {}
-    for place, value in enumerate(ordered, 1):
-        places.setdefault(value, []).append(place)
-    return {
-        value: normal.inv_cdf((statistics.fmean(ranks) - 0.375) / (num + 0.25))
-        for value, ranks in places.items()
-    }
 
 
 MAX_BYTES = 64 * 2**20
@@ -349,7 +311,7 @@ def read_profile(file: Path) -> Profile:
         raise _refusal(file, f"must be JSON: {error}") from error
     if not isinstance(values, dict) or "format_version" not in values:
         raise _refusal(file, "has no format_version; must be a profile")
-    if values["format_version"] != FORMAT_VERSION or isinstance(values["format_version"], bool):
+    if values["format_version"] != FORMAT_VERSION:
         remedy = f"must be {FORMAT_VERSION}: read the run again with this version of forgeasync"
         raise ConfigError(
             [Problem(field=f"{file}: format_version", value=values["format_version"], remedy=remedy)]
@@ -366,15 +328,12 @@ def _refusal(file: Path, remedy: str) -> ConfigError:
 
 def _problems(file: Path, error: ValidationError) -> Iterator[Problem]:
     for details in error.errors(include_url=False):
-        field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in details["loc"])
-        # A rule across fields names them in its message, and its value would be the whole section.
-        is_own_rule = details["type"] == "value_error"
-        remedy = details["msg"].removeprefix("Value error, ") if is_own_rule else details["msg"]
-        where = f"{file}: {field.removeprefix('.')}".removesuffix(": ")
+        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in details["loc"])
+        given = details["input"]
         yield Problem(
-            field=where,
-            value=None if is_own_rule or details["type"] == "missing" else details["input"],
-            remedy=remedy,
+            field=f"{file}: {path.removeprefix('.')}",
+            value=given if isinstance(given, int | float | str) else None,
+            remedy=details["msg"].removeprefix("Value error, "),
         )
 
 
@@ -425,11 +384,6 @@ class DecodeTable:
         """Seconds by context, for the numbers of sequences that were requested before."""
         self.num_beyond = 0
 
-    @property
-    def depends_on_context(self) -> bool:
-        """Whether more than one length of context was measured."""
-        return len(self._contexts) > 1
-
     def step_s(self, num_running: int, num_context_tokens: float) -> float:
         """Return the seconds of one step with at least one sequence."""
         assert num_running > 0
@@ -460,19 +414,15 @@ class TrainTable:
     """Seconds of an optimizer step: fixed + per row + per unit of cost, none of them negative.
 
     The terms are fitted to the points by least squares of relative errors, so that short steps have as much
-    weight as long ones. Each point has the weight of its number of samples. With too few points for three
-    terms, the simplest fit that is as good is used: cost, then fixed, then rows.
+    weight as long ones. With too few points for three terms, the simplest fit that is as good is used: cost,
+    then fixed, then rows.
     """
 
     def __init__(self, points: Sequence[TrainPoint]) -> None:
         measured = np.array([one.step_s.mean for one in points])
         terms = np.array([[one.num_rows, 1.0, one.cost] for one in points])
-        weights = np.sqrt([max(1, one.step_s.num_samples) for one in points])
-        found = fit_not_negative(terms * (weights / measured)[:, None], weights)
+        found = fit_not_negative(terms / measured[:, None], np.ones(len(points)))
         self.row_s, self.fixed_s, self.cost_s = found
-        fitted = terms @ found
-        self.largest_error = float(np.abs(fitted / measured - 1.0).max())
-        """Largest relative error of the fit at a point."""
 
     def step_s(self, num_rows: int, cost: float) -> float:
         """Return the seconds of a step with ``num_rows`` rows per data rank."""

@@ -3,46 +3,57 @@
 The buffer with its accounting and load control, the table that chooses generators, the dispatcher of scorers,
 the payload budget, the weight ledger, the data order and the packing of rows are the real ones. Only the
 times between their events are simulated, from a profile. docs/simulation.md lists what is not modeled.
+
+``RunSimulation`` has the loops that start groups and train. ``Generators`` samples, ``Scorers`` scores, and
+``WeightUpdates`` brings new versions to the generators.
 """
 
 import functools
-import gc
+import math
+import random
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from statistics import NormalDist
 
 from forgeasync.buffer import Batch, DropReason, ReplayBuffer, Start
-from forgeasync.config import Interruption, ScorerSection
-from forgeasync.plugins.simulator.clock import Clock
-from forgeasync.plugins.simulator.generators import Generators, Serving
-from forgeasync.plugins.simulator.groups import SimulatedDraws, SimulatedGroup
-from forgeasync.plugins.simulator.profile import Profile, TrainTable
+from forgeasync.config import KvAfterSwap, ScorerSection
+from forgeasync.environments import sampling_seed, weighted_order
+from forgeasync.plugins.simulator.engine import (
+    Clock,
+    DrawnRollout,
+    Engine,
+    EngineCost,
+    SimulatedGroup,
+)
+from forgeasync.plugins.simulator.engine import Sequence as OneRollout
+from forgeasync.plugins.simulator.profile import DecodeTable, Distribution, Profile, TrainTable
 from forgeasync.plugins.simulator.shape import Prediction, SimulatedRun, SimulatedStep
 from forgeasync.rollouts import (
     Group,
+    GroupProgress,
     PayloadBudget,
     Prompt,
     StoredBranch,
+    Task,
     largest_excess,
     num_row_tokens,
     padded_length,
     plan_rows,
     row_cost,
 )
+from forgeasync.runtime import ReplicaTable
 from forgeasync.scoring import Assignment, Dispatcher
+from forgeasync.weights import Manifest, WeightLedger
+
+_PROMPTS_KEY = 1_000_003
+_NORMAL = NormalDist()
 
 
 def simulate(run: SimulatedRun, profile: Profile) -> Prediction:
     """Simulate a whole run. The result is deterministic for a given run and profile."""
-    simulation = RunSimulation(run, profile)
-    was_enabled = gc.isenabled()
-    # Garbage collection would repeatedly traverse all groups. Ended groups are in no reference cycle.
-    gc.disable()
-    try:
-        return simulation.simulate()
-    finally:
-        if was_enabled:
-            gc.enable()
+    return RunSimulation(run, profile).simulate()
 
 
 def simulate_seeds(run: SimulatedRun, profile: Profile, *, num_seeds: int) -> list[Prediction]:
@@ -54,6 +65,60 @@ def simulate_seeds(run: SimulatedRun, profile: Profile, *, num_seeds: int) -> li
     return [simulate(replace(run, seed=seed), profile) for seed in seeds]
 
 
+class RandomDraws:
+    """Draws the tasks in the order of the data, the rollouts of their groups, and service times.
+
+    The draws of a group depend only on the seed and on the task or draw. Two runs that differ in one number
+    of their config therefore have the same prompts and lengths, so that a difference between their
+    predictions comes from that number and not from chance (common random numbers).
+    """
+
+    def __init__(self, run: SimulatedRun, profile: Profile) -> None:
+        self._run = run
+        self._profile = profile
+        per_source = max(1, run.num_prompts // len(run.source_weights))
+        tasks = [
+            Task(task_id=str(index), prompt="", answer="", source_index=index, source=name)
+            for name in run.source_weights
+            for index in range(per_source)
+        ]
+        self._source_numbers = {name: number for number, name in enumerate(run.source_weights)}
+        self.order = weighted_order(tasks, run.source_weights, seed=run.seed)
+        self._times = random.Random(run.seed)
+
+    def group(self, task: Task, draw_id: int) -> tuple[DrawnRollout, ...]:
+        """Return the rollouts of a group.
+
+        Lengths have the distribution of their source; within a group they are correlated by a Gaussian copula
+        (Nelsen, "An Introduction to Copulas", 2006, section 2.3) with ``prompt_share``.
+        """
+        lengths = self._profile.lengths[task.source]
+        source = self._run.seed * _PROMPTS_KEY + self._source_numbers[task.source]
+        prompt_draws = random.Random(source * _PROMPTS_KEY + task.source_index)
+        of_prompt = math.sqrt(lengths.prompt_share) * prompt_draws.gauss(0.0, 1.0)
+        num_prompt = max(1, round(lengths.prompt.at(prompt_draws.random())))
+        spread = math.sqrt(1.0 - lengths.prompt_share)
+        draws = random.Random(sampling_seed(self._run.seed, draw_id))
+        rollouts = []
+        for _ in range(self._run.group_size):
+            probability = _NORMAL.cdf(of_prompt + spread * draws.gauss(0.0, 1.0))
+            num_tokens = min(max(1, round(lengths.response.at(probability))), self._run.max_response_tokens)
+            score_s = self._profile.score_s.at(draws.random())
+            rollouts.append(
+                DrawnRollout(num_prompt_tokens=num_prompt, num_tokens=num_tokens, score_s=score_s)
+            )
+        return tuple(rollouts)
+
+    def is_filtered(self, draw_id: int) -> bool:
+        """Return whether the filters remove a whole group."""
+        share = self._profile.filtered_share
+        return share > 0.0 and random.Random(sampling_seed(self._run.seed, draw_id) + 1).random() < share
+
+    def time_s(self, distribution: Distribution) -> float:
+        """Draw a service time. The draws depend on the order of the calls."""
+        return distribution.at(self._times.random())
+
+
 class RunSimulation:
     """The loops of one run and their shared state."""
 
@@ -61,7 +126,7 @@ class RunSimulation:
         self._run = run
         self._profile = profile
         self.clock = Clock()
-        self._draws = SimulatedDraws(run, profile)
+        self._draws = RandomDraws(run, profile)
         self.buffer = ReplayBuffer(
             groups_per_step=run.groups_per_step,
             group_size=run.group_size,
@@ -73,22 +138,20 @@ class RunSimulation:
         self._payloads = _payload_budget(run)
         self.generators = Generators(run, profile, self.clock, on_response=self._response_ended)
         self._scorers = Scorers(run.scorer, self.clock, self._scored, num_places=profile.score_places)
-        self._serving = Serving(
+        self._weights = WeightUpdates(
             run,
             profile,
             self.generators,
             self.clock,
-            self._draws,
+            self._draws.time_s,
             on_progress=self.buffer.progressed,
             on_served=self._served,
         )
-        self._groups: dict[int, SimulatedGroup] = {}
-        """Groups in flight."""
         self._refused: Start | None = None
         """A started group that waits for payload memory."""
         self._held: list[Group] = []
         """Trained groups whose arrays the trainer may have to read again."""
-        self._is_going_on = False
+        self._is_updating = False
         self._step_times = TrainTable(profile.train)
         self._is_training = False
         self._version = 0
@@ -98,29 +161,28 @@ class RunSimulation:
         """Run the simulation to its last step."""
         for _ in range(self._run.groups_per_step):
             self.buffer.submit(self._draws.order.next())
-        self._go_on()
+        self._update()
         while len(self._steps) < self._run.num_steps:
-            has_gone_on = self.clock.step()
-            assert has_gone_on, "nothing will ever happen again"
+            has_event = self.clock.step()
+            assert has_event, "nothing will ever happen again"
         return Prediction(
             steps=tuple(self._steps),
             steady_steps=self._run.steady_steps,
             num_replicas=self._run.num_replicas,
             num_preempted=self.generators.num_preempted,
-            num_beyond_decode=self.generators.cost.decode.num_beyond,
-            largest_train_error=self._step_times.largest_error,
+            num_beyond_decode=self.generators.decode.num_beyond,
         )
 
-    def _go_on(self) -> None:
+    def _update(self) -> None:
         """Let the trainer take a batch if possible, and start all groups that the buffer allows."""
-        if self._is_going_on:
+        if self._is_updating:
             # The outer call sees the changes.
             return
-        self._is_going_on = True
+        self._is_updating = True
         self._train()
         while self._start_one():
             pass
-        self._is_going_on = False
+        self._is_updating = False
 
     def _start_one(self) -> bool:
         start = self._refused
@@ -136,7 +198,6 @@ class RunSimulation:
         if is_refused:
             return False
         group = SimulatedGroup(start, self._draws.group(start.task, start.draw_id))
-        self._groups[start.group_id] = group
         self.generators.sample(group)
         return True
 
@@ -144,17 +205,11 @@ class RunSimulation:
 
     def _response_ended(self, group: SimulatedGroup, index: int) -> None:
         self._scorers.response_ended(group, index)
-        if group.num_finished == self._run.group_size:
-            self._sampled(group)
-
-    def _sampled(self, group: SimulatedGroup) -> None:
-        stored = group.stored()
-        if not self._payloads.settle(group.group_id, self._num_bytes(group)):
-            self._scorers.forget(group)
-            self._give_up(group, DropReason.OVERSIZED)
+        if group.num_finished < self._run.group_size:
             return
-        self.buffer.finished(stored)
-        self._scorers.group_ended(group)
+        is_settled = self._payloads.settle(group.group_id, self._num_bytes(group))
+        assert is_settled, "a group takes no more than its reservation"
+        self.buffer.finished(group.stored())
 
     def _num_bytes(self, group: SimulatedGroup) -> int:
         """Return the bytes of a group's arrays: the reservation times its share of the maximum tokens."""
@@ -162,34 +217,15 @@ class RunSimulation:
         return round(self._run.largest_group_bytes * min(1.0, group.num_tokens / longest))
 
     def _scored(self, group: SimulatedGroup) -> None:
-        if self._draws.is_filtered(group.start.draw_id):
-            self._give_up(group, DropReason.FILTERED)
-            return
-        self._end(group)
-        size = self._run.group_size
-        for lost in self.buffer.scored(group.group_id, [0.0] * size, range(size)):
-            self._payloads.release(lost.group_id)
-        self._go_on()
-
-    def _give_up(self, group: SimulatedGroup, reason: DropReason) -> None:
-        self._end(group)
-        self._payloads.release(group.group_id)
-        self.buffer.failed(group.group_id, reason)
-        self._go_on()
-
-    def _end(self, group: SimulatedGroup) -> None:
-        group.is_ended = True
-        del self._groups[group.group_id]
         group.sequences.clear()
-
-    def _cancel(self, group_id: int) -> None:
-        """Cancel a group that is being sampled; a group that waits for its scores continues."""
-        group = self._groups.get(group_id)
-        if group is None or group.num_finished == self._run.group_size:
-            return
-        self.generators.cancel(group)
-        self._scorers.forget(group)
-        self._give_up(group, DropReason.CANCELLED)
+        if self._draws.is_filtered(group.start.draw_id):
+            self._payloads.release(group.group_id)
+            self.buffer.failed(group.group_id, DropReason.FILTERED)
+        else:
+            size = self._run.group_size
+            for lost in self.buffer.scored(group.group_id, [0.0] * size, range(size)):
+                self._payloads.release(lost.group_id)
+        self._update()
 
     # ---- steps
 
@@ -210,7 +246,7 @@ class RunSimulation:
             ages = _ages(batch)
             self._commit(batch, wait_s / (wait_s + train_s))
             self._version += 1
-            self._serving.publish(self._version, lambda: published(train_s, ages))
+            self._weights.publish(self._version, lambda: published(train_s, ages))
 
         def published(train_s: float, ages: Counter[int]) -> None:
             publish_s = self.clock.now_s - begin_s - train_s
@@ -232,7 +268,7 @@ class RunSimulation:
             )
             self._is_training = False
             # Taking the next batch makes room for new groups.
-            self._go_on()
+            self._update()
 
         self.clock.after(self._train_s(batch), trained)
 
@@ -262,14 +298,11 @@ class RunSimulation:
             for group in self._held:
                 self._payloads.release(group.group_id)
             self._held.clear()
-        if self._run.weights.interruption is Interruption.CANCEL_STALE:
-            for group_id in committed.cancelled:
-                self._cancel(group_id)
-        self._go_on()
+        self._update()
 
     def _served(self, version: int) -> None:
         self.buffer.set_served_version(version)
-        self._go_on()
+        self._update()
 
 
 def step_sizes(
@@ -333,10 +366,209 @@ def _payload_budget(run: SimulatedRun) -> PayloadBudget:
     return PayloadBudget(run.payload_capacity_bytes, excess_bytes=excess)
 
 
-class Scorers:
-    """Scores each response when it ends; a group is scored when all of its responses are.
+class Generators:
+    """The engines by number, and the groups on them. They are healthy for the whole run."""
 
-    Each scorer scores up to ``max(num_places, section.num_workers)`` responses at once.
+    def __init__(
+        self,
+        run: SimulatedRun,
+        profile: Profile,
+        clock: Clock,
+        *,
+        on_response: Callable[[SimulatedGroup, int], None],
+    ) -> None:
+        """``on_response`` is called when a response has ended, with its group and its index in the group."""
+        self._run = run
+        self._on_response = on_response
+        self.decode = DecodeTable(profile.decode)
+        cost = EngineCost(
+            decode=self.decode,
+            prefill_s_per_token=1.0 / profile.prefill_tokens_per_s.mean,
+            kv_block_tokens=profile.kv_block_tokens,
+            max_num_seqs=run.max_num_seqs,
+            max_kv_tokens=run.max_kv_tokens,
+            shares_prefixes=run.weights.prefix_cache_across_versions,
+        )
+        self.table = ReplicaTable()
+        self._engines: dict[int, Engine] = {}
+        self._groups: dict[int, dict[int, SimulatedGroup]] = {}
+        """Groups by generator and group id."""
+        per_host = run.num_replicas // run.num_generator_hosts
+        for rank in range(run.num_replicas):
+            number = self.table.start(rank, str(rank // per_host))
+            self._engines[number] = Engine(number, cost, clock, self._ended)
+            self._groups[number] = {}
+            self.table.ready(number)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which a generator had a sequence, summed over generators."""
+        return sum(engine.total_busy_s for engine in self._engines.values())
+
+    @property
+    def num_preempted(self) -> int:
+        """Number of sequences that generators had to recompute."""
+        return sum(engine.num_preempted for engine in self._engines.values())
+
+    def sample(self, group: SimulatedGroup) -> None:
+        """Sample a group on the generator with the fewest rollouts."""
+        number = self.table.assign(self._run.group_size)
+        assert number is not None, "generators are healthy"
+        group.engine = number
+        self._groups[number][group.group_id] = group
+        self._engines[number].add(group.sequences)
+
+    def swap(self, number: int, version: int, stall_s: float, *, recompute: bool) -> list[GroupProgress]:
+        """Let a generator sample with a new version; return the progress of its groups."""
+        running = self._engines[number].swap(version, stall_s, recompute=recompute)
+        return [
+            GroupProgress(
+                group_id=group_id,
+                version=version,
+                num_running=self._run.group_size - group.num_finished,
+                num_tokens=running[group_id] + sum(one.num_sampled for one in group.sequences),
+            )
+            for group_id, group in self._groups[number].items()
+        ]
+
+    def _ended(self, sequence: OneRollout) -> None:
+        group = sequence.group
+        group.num_finished += 1
+        if group.num_finished == self._run.group_size:
+            assert group.engine is not None
+            del self._groups[group.engine][group.group_id]
+            self.table.ended(group.engine, self._run.group_size)
+        self._on_response(group, sequence.index)
+
+
+class WeightUpdates:
+    """Publishes versions and lets the generators load them, as ``forgeasync.controller`` does.
+
+    One version is staged at a time, each host fetches the newest one whenever it is behind, and its
+    generators swap together. At a swap, ``on_progress`` is called with each group that crosses it, and then
+    ``on_served`` with the version that all generators have. ``draw_s`` draws a service time.
+    """
+
+    def __init__(
+        self,
+        run: SimulatedRun,
+        profile: Profile,
+        generators: Generators,
+        clock: Clock,
+        draw_s: Callable[[Distribution], float],
+        *,
+        on_progress: Callable[[GroupProgress], None],
+        on_served: Callable[[int], None],
+    ) -> None:
+        self._times = profile.weights
+        self._recomputes = run.weights.kv_cache is KvAfterSwap.RECOMPUTE
+        self._generators = generators
+        self._clock = clock
+        self._draw_s = draw_s
+        self._on_progress = on_progress
+        self._on_served = on_served
+        self._ledger = WeightLedger(lease_timeout_s=run.weights.lease_timeout_s)
+        self._is_updating = [False] * run.num_generator_hosts
+        self._requests: list[Callable[[], None]] = []
+        """Requested publications; each is called when the training loop may continue."""
+        self._is_publishing = False
+        self._version = 0
+        self._served = 0
+        self._num_swapping = [0] * run.num_generator_hosts
+        """By host, the number of generators that have fetched a version but do not sample with it yet."""
+
+    def publish(self, version: int, begun: Callable[[], None]) -> None:
+        """Stage the trainer's weights as this version; call ``begun`` when training may continue."""
+        self._version = version
+        self._requests.append(begun)
+        self._publish_next()
+
+    def _publish_next(self) -> None:
+        if self._is_publishing or not self._requests:
+            return
+        begun = self._requests.pop(0)
+        slot = self._ledger.begin(self._clock.now_s)
+        if slot is None:
+            # Skip this version and publish later: generators read both staging buffers.
+            begun()
+            self._publish_next()
+            return
+        self._is_publishing = True
+        version = self._version
+
+        def wait_ended() -> None:
+            # Scheduled before ``begun``, which may publish again.
+            publish_s = self._draw_s(self._times.publish_s)
+            self._clock.after(publish_s, lambda: self._staged(version, slot))
+            begun()
+
+        self._clock.after(self._draw_s(self._times.wait_s), wait_ended)
+
+    def _staged(self, version: int, slot: int) -> None:
+        manifest = Manifest(
+            version=version, slot=slot, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0
+        )
+        self._ledger.commit(manifest)
+        self._generators.table.published(version)
+        self._is_publishing = False
+        self._publish_next()
+        for host in range(len(self._is_updating)):
+            self._fetch_if_behind(host)
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Publish a version that had to be skipped."""
+        if self._ledger.is_owing and not self._is_publishing and self._ledger.can_begin(self._clock.now_s):
+            self.publish(self._version, lambda: None)
+
+    def _fetch_if_behind(self, host: int) -> None:
+        """Let a host that is behind fetch the newest version."""
+        table = self._generators.table
+        if self._is_updating[host] or not table.is_behind(str(host)):
+            return
+        older = table.lowest_version(str(host))
+        manifest = self._ledger.acquire(host, newer_than=older, now_s=self._clock.now_s)
+        if manifest is None:
+            return
+        version = manifest.version
+        numbers = table.behind(str(host), version)
+        for number in numbers:
+            table.begin_update(number, version)
+        self._is_updating[host] = True
+        self._clock.after(self._draw_s(self._times.fetch_s), lambda: self._fetched(host, numbers, version))
+
+    def _fetched(self, host: int, numbers: tuple[int, ...], version: int) -> None:
+        self._ledger.release(host)
+        self._num_swapping[host] = len(numbers)
+        for number in numbers:
+            self._swap(host, number, version)
+        self._catch_up()
+
+    def _swap(self, host: int, number: int, version: int) -> None:
+        stall_s = self._draw_s(self._times.swap_s)
+        progress = self._generators.swap(number, version, stall_s, recompute=self._recomputes)
+        self._clock.after(stall_s, lambda: self._swapped(host, number, progress))
+
+    def _swapped(self, host: int, number: int, progress: list[GroupProgress]) -> None:
+        # Progress comes first: it makes running groups younger than their start suggests.
+        for one in progress:
+            self._on_progress(one)
+        table = self._generators.table
+        table.updated(number)
+        self._num_swapping[host] -= 1
+        if not self._num_swapping[host]:
+            self._is_updating[host] = False
+            self._fetch_if_behind(host)
+        if table.served > self._served:
+            self._served = table.served
+            self._on_served(self._served)
+
+
+class Scorers:
+    """Scores each response when it ends; ``on_scored`` is called when all responses of a group are scored.
+
+    Each scorer scores up to ``max(num_places, section.num_workers)`` responses at once. The queue of
+    responses is unbounded.
     """
 
     def __init__(
@@ -349,69 +581,24 @@ class Scorers:
     ) -> None:
         self._clock = clock
         self._on_scored = on_scored
-        self._dispatcher = Dispatcher(section.num_replicas, section, retry_wait_s=0.0)
+        unbounded = section.model_copy(update={"max_queued": sys.maxsize})
+        self._dispatcher = Dispatcher(section.num_replicas, unbounded, retry_wait_s=0.0)
         self._free = [max(num_places, section.num_workers)] * section.num_replicas
         self._queues: list[deque[Assignment]] = [deque() for _ in range(section.num_replicas)]
         self._responses: dict[int, tuple[SimulatedGroup, float]] = {}
         """Group and scoring time in seconds of each item."""
-        self._max_groups = section.max_concurrent
-        """Maximum number of finished groups whose scores are awaited at once."""
-        self._finished: deque[SimulatedGroup] = deque()
-        self._waited_for: set[int] = set()
-        self._unsubmitted: deque[SimulatedGroup] = deque()
 
     def response_ended(self, group: SimulatedGroup, index: int) -> None:
         """Score a response. The rest of its group may still be sampled."""
-        if not self._submit(group, index):
-            group.unsubmitted.append(index)
-        self._go_on()
-
-    def group_ended(self, group: SimulatedGroup) -> None:
-        """Call ``on_scored`` once all responses of a group are scored; all of them have ended."""
-        self._finished.append(group)
-        self._wait_for_more()
-        self._go_on()
-
-    def forget(self, group: SimulatedGroup) -> None:
-        """Withdraw all responses of a group from scoring."""
-        for item in group.items:
-            self._dispatcher.withdraw(item)
-
-    # ---- inside
-
-    def _submit(self, group: SimulatedGroup, index: int) -> bool:
         item = self._dispatcher.submit(self._clock.now_s)
-        if item is None:
-            return False
-        group.items.append(item)
+        assert item is not None, "the queue is unbounded"
         self._responses[item] = group, group.sequences[index].rollout.score_s
-        return True
+        self._assign()
 
-    def _wait_for_more(self) -> None:
-        while self._finished and len(self._waited_for) < self._max_groups:
-            group = self._finished.popleft()
-            self._waited_for.add(group.group_id)
-            if group.unsubmitted:
-                self._unsubmitted.append(group)
-            self._end_if_scored(group)
-
-    def _end_if_scored(self, group: SimulatedGroup) -> None:
-        if group.group_id in self._waited_for and group.num_scored == len(group.sequences):
-            self._waited_for.remove(group.group_id)
-            self._on_scored(group)
-
-    def _go_on(self) -> None:
+    def _assign(self) -> None:
         while (assignment := self._dispatcher.next(self._clock.now_s)) is not None:
             self._queues[assignment.replica].append(assignment)
             self._work(assignment.replica)
-        while self._unsubmitted:
-            group = self._unsubmitted[0]
-            if not self._submit(group, group.unsubmitted[0]):
-                return
-            group.unsubmitted.pop(0)
-            if not group.unsubmitted:
-                self._unsubmitted.popleft()
-            self._go_on()
 
     def _work(self, replica: int) -> None:
         while self._queues[replica] and self._free[replica]:
@@ -425,8 +612,7 @@ class Scorers:
         self._free[assignment.replica] += 1
         self._dispatcher.scored(assignment)
         self._work(assignment.replica)
-        if not group.is_ended:
-            group.num_scored += 1
-            self._end_if_scored(group)
-        self._wait_for_more()
-        self._go_on()
+        group.num_scored += 1
+        if group.num_scored == len(group.sequences):
+            self._on_scored(group)
+        self._assign()

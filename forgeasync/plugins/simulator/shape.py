@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from forgeasync.config import (
     AccountingSection,
     BufferSection,
+    Interruption,
     LocalLauncher,
     ModelFacts,
     RunConfig,
@@ -92,7 +93,8 @@ def of_config(
     """Return the run of a checked config, with ``num_steps`` steps (None: all of the config's).
 
     Raises:
-        ConfigError: the run has an environment, or the profile does not know a source of its data.
+        ConfigError: the run has an environment or an interruption other than in_flight, or the profile does
+            not know a source of its data.
     """
     sources = {source.name: source.weight for source in named_sources(config.data)}
     raise_if_any(_unknown(config, profile, sources))
@@ -142,6 +144,10 @@ def _unknown(config: RunConfig, profile: Profile, sources: dict[str, float]) -> 
     if config.environment is not None:
         remedy = "must be left out: a profile has no times of episodes"
         problems.append(Problem(field="environment", remedy=remedy))
+    interruption = config.weights.interruption
+    if interruption is not Interruption.IN_FLIGHT:
+        remedy = "must be 'in_flight': others are not simulated"
+        problems.append(Problem(field="weights.interruption", value=interruption.value, remedy=remedy))
     return problems
 
 
@@ -181,8 +187,6 @@ class Prediction:
     num_preempted: int
     num_beyond_decode: int
     """Number of decode times that were extrapolated to more sequences than the profile has."""
-    largest_train_error: float
-    """Largest relative difference between the fitted and the measured step times of the trainer."""
 
     @property
     def steady(self) -> Sequence[SimulatedStep]:
@@ -234,11 +238,6 @@ class Prediction:
         if self.num_beyond_decode:
             notes.append(
                 f"{self.num_beyond_decode} decode times are beyond the most sequences that were measured"
-            )
-        if self.largest_train_error > 0.1:
-            notes.append(
-                f"the fitted time of a train step is off by up to {self.largest_train_error:.0%} from "
-                "what was measured"
             )
         if self.num_preempted:
             notes.append(f"{self.num_preempted} sequences were computed again: the KV cache was full")

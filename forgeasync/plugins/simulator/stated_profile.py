@@ -19,8 +19,9 @@ from forgeasync.planning import (
     active_parameters,
     count_parameters,
     generator_parameters_per_rank,
+    seconds_of,
     trainer_parameters_per_rank,
-    weight_seconds,
+    weight_times,
 )
 from forgeasync.plugins.simulator.profile import (
     NUM_QUANTILES,
@@ -81,7 +82,7 @@ def stated_profile(config: RunConfig, facts: ModelFacts, *, mean_response_tokens
             "the longest response of the config"
         )
     counts = count_parameters(facts)
-    seconds = weight_seconds(config, facts)
+    terms = weight_times(config, facts)
     prefill = config.generator.tensor_parallel * FLOPS_PER_S * PREFILL_EFFICIENCY
     prefill /= 2 * active_parameters(facts, counts)
     lengths = _lengths(mean_response_tokens, longest_response(config))
@@ -100,9 +101,9 @@ def stated_profile(config: RunConfig, facts: ModelFacts, *, mean_response_tokens
         between_steps_s=Distribution.point(BETWEEN_S),
         weights=WeightTimes(
             wait_s=Distribution.point(0.0),
-            publish_s=Distribution.point(seconds.publish_s),
-            fetch_s=Distribution.point(seconds.fetch_s),
-            swap_s=Distribution.point(seconds.pause_s),
+            publish_s=Distribution.point(seconds_of("publish", terms)),
+            fetch_s=Distribution.point(seconds_of("fetch", terms) + seconds_of("stage", terms)),
+            swap_s=Distribution.point(seconds_of(f"pause, shadow: {config.weights.shadow}", terms)),
         ),
         score_s=Distribution.point(SCORE_S),
         score_places=config.scorer.num_workers,

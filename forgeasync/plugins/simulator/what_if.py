@@ -6,6 +6,9 @@ Single changes are simulated with the same prompts and lengths as the run, to es
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from rich.console import Console
+from rich.table import Table
+
 from forgeasync.config import ModelFacts, RunConfig
 from forgeasync.models import check_config
 from forgeasync.planning import Machine, fit_trainer, generator_fits, planned_machine
@@ -22,22 +25,13 @@ LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """One change of a run or of its service times."""
-
-    name: str
-    """A few words, such as "one more replica"."""
-    bound: str
-    """Words for the bottleneck of the run if this change helps most."""
-    run: SimulatedRun
-    profile: Profile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
     """The predicted effect of a change on the step time."""
 
-    change: Change
+    change: str
+    """A few words, such as "one more replica"."""
+    bound: str
+    """Words for the bottleneck of the run if this change helps most."""
     before_s: float
     """Seconds per step without the change."""
     after_s: float
@@ -46,10 +40,6 @@ class Gain:
     def share(self) -> float:
         """Share of the step time that the change saves; negative if it costs time."""
         return 1.0 - self.after_s / self.before_s
-
-    @property
-    def words(self) -> str:
-        return f"{self.change.bound}; {self.change.name}: {self.before_s:.3g} -> {self.after_s:.3g} s a step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,52 +57,47 @@ class WhatIf:
     @property
     def verdict(self) -> str:
         """One line with the bottleneck of the run and the most helpful change."""
-        if self.best is None:
+        if (best := self.best) is None:
             return f"nothing that was tried brings {LEAST_GAIN:.0%} of {self.base.step_s:.3g} s a step"
-        return self.best.words
+        return f"{best.bound}; {best.change}: {best.before_s:.3g} -> {best.after_s:.3g} s a step"
 
 
 def what_if(run: SimulatedRun, profile: Profile) -> WhatIf:
     """Simulate a run unchanged and with each single change that applies to it."""
     base = simulate(run, profile)
     gains = [
-        Gain(change=change, before_s=base.step_s, after_s=simulate(change.run, change.profile).step_s)
-        for change in _changes(run, profile)
+        Gain(change=name, bound=bound, before_s=base.step_s, after_s=simulate(changed, times).step_s)
+        for name, bound, changed, times in _changes(run, profile)
     ]
     gains.sort(key=lambda gain: -gain.share)
     return WhatIf(base=base, gains=tuple(gains))
 
 
-def _changes(run: SimulatedRun, profile: Profile) -> Iterator[Change]:
-    def of_run(name: str, bound: str, changed: SimulatedRun) -> Change:
-        return Change(name=name, bound=bound, run=changed, profile=profile)
-
-    def of_profile(name: str, bound: str, **fields: object) -> Change:
-        return Change(name=name, bound=bound, run=run, profile=profile.model_copy(update=fields))
-
+def _changes(run: SimulatedRun, profile: Profile) -> Iterator[tuple[str, str, SimulatedRun, Profile]]:
+    """Yield name, bottleneck, run and service times of each change."""
     # One on each host, since all hosts have the same number.
-    num_replicas = run.num_replicas + run.num_generator_hosts
-    yield of_run("one more replica", "generators bound", replace(run, num_replicas=num_replicas))
+    more = replace(run, num_replicas=run.num_replicas + run.num_generator_hosts)
+    yield "one more replica", "generators bound", more, profile
     train = tuple(one.model_copy(update={"step_s": one.step_s.scaled(0.5)}) for one in profile.train)
-    yield of_profile("a trainer twice as fast", "the trainer bounds", train=train)
+    yield "a trainer twice as fast", "the trainer bounds", run, profile.model_copy(update={"train": train})
     times = profile.weights
-    weights = WeightTimes(
+    fast = WeightTimes(
         wait_s=times.wait_s.scaled(0.5),
         publish_s=times.publish_s.scaled(0.5),
         fetch_s=times.fetch_s.scaled(0.5),
         swap_s=times.swap_s.scaled(0.5),
     )
-    yield of_profile("weights twice as fast", "new weights bound", weights=weights)
+    yield "weights twice as fast", "new weights bound", run, profile.model_copy(update={"weights": fast})
     scorer = run.scorer.model_copy(update={"num_replicas": run.scorer.num_replicas + 1})
-    yield of_run("one more scorer", "scorers bound", replace(run, scorer=scorer))
+    yield "one more scorer", "scorers bound", replace(run, scorer=scorer), profile
     bounds = {name: getattr(run.buffer, name) for name in ("max_groups", "max_in_flight")}
     if larger := {name: 2 * bound for name, bound in bounds.items() if bound is not None}:
-        changed = replace(run, buffer=run.buffer.model_copy(update=larger))
-        yield of_run("a buffer twice as large", "the buffer bounds", changed)
+        buffer = run.buffer.model_copy(update=larger)
+        yield "a buffer twice as large", "the buffer bounds", replace(run, buffer=buffer), profile
     if run.max_off_policy_steps < MAX_BOUND:
         longer = min(MAX_BOUND, max(1, 2 * run.max_off_policy_steps))
         changed = replace(run, max_off_policy_steps=longer)
-        yield of_run(f"max_off_policy_steps {longer}", "the bound on age bounds", changed)
+        yield f"max_off_policy_steps {longer}", "the bound on age bounds", changed, profile
 
 
 BOUNDS = (0, 1, 2, 4, 8, 16, 32)
@@ -295,3 +280,42 @@ def _refusal(config: RunConfig, facts: ModelFacts, gpu_bytes: int) -> str | None
     if not generator_fits(config, facts, gpu_bytes=gpu_bytes):
         return "a generator rank does not fit on a GPU"
     return None
+
+
+def print_plan(plan: SplitPlan, *, is_stated: bool) -> None:
+    """Print the splits on the Pareto front, the recommended split, and the reason."""
+    console = Console()
+    origin = "stated hardware, nothing of it measured" if is_stated else "measured profile"
+    counted = f"{len(plan.splits)} simulated, {plan.num_refused} refused"
+    table = Table(
+        title=f"splits that no other one beats ({origin}; {counted})",
+        caption="GPUs that train, replicas x GPUs that generate, max_off_policy_steps; seconds a step, "
+        "tokens trained a second, mean age in versions; shares of time that trainer and generators wait",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in ("", "train", "generate", "bound", "step", "tokens/s", "age", "wait", "idle"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for split in plan.front:
+        table.add_row("*" if split is plan.chosen else "", *_cells(split))
+    if plan.chosen not in plan.front:
+        table.add_row("*", *_cells(plan.chosen))
+    console.print(table)
+    console.print(f"recommended: {plan.chosen.overrides()}", soft_wrap=True, highlight=False)
+    console.print(f"because {plan.reason}", soft_wrap=True, highlight=False)
+    for note in plan.chosen.prediction.notes():
+        console.print(f"note: {note}", soft_wrap=True, highlight=False)
+
+
+def _cells(split: Split) -> tuple[str, ...]:
+    prediction = split.prediction
+    return (
+        str(split.num_trainer),
+        f"{split.config.generator.num_replicas} x {split.config.generator.tensor_parallel}",
+        str(split.config.max_off_policy_steps),
+        f"{prediction.step_s:.3g}",
+        f"{prediction.trained_tokens_per_s:,.0f}",
+        f"{prediction.mean_age:.1f}",
+        f"{prediction.trainer_idle_share:.0%}",
+        f"{prediction.generators_idle_share:.0%}",
+    )

@@ -4,8 +4,8 @@ from .run_reader import NoRun as NoRun
 from .run_reader import RunReader as RunReader
 from .server import PortInUse as PortInUse
 from .server import serve_until_stopped as serve_until_stopped
-from .status import status_lines as status_lines
-from .status import status_of as status_of
+from .run_reader import status_lines as status_lines
+from .run_reader import status_of as status_of
 
 # Only tests import these.
 from .appended_lines import AppendedLines as AppendedLines

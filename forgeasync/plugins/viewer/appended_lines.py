@@ -23,9 +23,9 @@ class Piece:
     data: bytes
     start: int
     """Offset of the first byte in the file."""
-    is_anew: bool
+    is_restart: bool
     """Whether the file was replaced or truncated, so that earlier data is invalid. ``data`` may be empty."""
-    num_overlong: int = 0
+    num_too_long: int = 0
     """Number of lines before ``data`` that were skipped because they are too long."""
 
     def lines(self) -> list[bytes]:
@@ -52,7 +52,7 @@ class AppendedLines:
         self._file_number: tuple[int, int] | None = None
         self._remembered = b""
         """The bytes before the position. If they change, the file was replaced."""
-        self._is_in_overlong = False
+        self._is_in_long_line = False
 
     @property
     def position(self) -> int:
@@ -74,40 +74,40 @@ class AppendedLines:
             with self.path.open("rb") as file:
                 return self._read(file.fileno())
         except FileNotFoundError:
-            return self._begin_anew() if self._position else None
+            return self._restart() if self._position else None
         except OSError as error:
             self.problem = f"{self.path.name} cannot be read: {error.strerror}"
             return None
 
-    def _begin_anew(self) -> Piece:
+    def _restart(self) -> Piece:
         self._position, self._file_number, self._remembered = 0, None, b""
-        self._is_in_overlong = False
-        return Piece(data=b"", start=0, is_anew=True)
+        self._is_in_long_line = False
+        return Piece(data=b"", start=0, is_restart=True)
 
     def _read(self, descriptor: int) -> Piece | None:
         status = os.fstat(descriptor)
         number = (status.st_dev, status.st_ino)
-        is_anew = self._position > 0 and not self._goes_on(descriptor, number, status.st_size)
-        if is_anew:
-            self._begin_anew()
+        is_restart = self._position > 0 and not self._is_same_file(descriptor, number, status.st_size)
+        if is_restart:
+            self._restart()
         self._file_number = number
-        start, num_overlong = self._position, 0
+        start, num_too_long = self._position, 0
         data, end = self._whole_lines(descriptor, start)
         if not data and end - start >= self._max_line_bytes:
-            self._is_in_overlong = True
-        elif self._is_in_overlong and data:
+            self._is_in_long_line = True
+        elif self._is_in_long_line and data:
             # This is the end of the line that is too long.
             cut = data.index(b"\n") + 1
-            data, start, num_overlong = data[cut:], start + cut, 1
-            self._is_in_overlong = False
+            data, start, num_too_long = data[cut:], start + cut, 1
+            self._is_in_long_line = False
         is_further = end > self._position
         if is_further:
             self._remember(descriptor, end)
-        if not (is_further or is_anew):
+        if not (is_further or is_restart):
             return None
-        return Piece(data=data, start=start, is_anew=is_anew, num_overlong=num_overlong)
+        return Piece(data=data, start=start, is_restart=is_restart, num_too_long=num_too_long)
 
-    def _goes_on(self, descriptor: int, number: tuple[int, int], size: int) -> bool:
+    def _is_same_file(self, descriptor: int, number: tuple[int, int], size: int) -> bool:
         if number != self._file_number or size < self._position:
             return False
         place = self._position - len(self._remembered)
@@ -122,7 +122,7 @@ class AppendedLines:
                 return data[:end], start + end
             if len(data) < wanted:
                 # The file ends within a line.
-                return b"", start + len(data) if self._is_in_overlong else start
+                return b"", start + len(data) if self._is_in_long_line else start
             if wanted >= self._max_line_bytes:
                 return b"", start + len(data)
             wanted = min(2 * wanted, self._max_line_bytes)
@@ -150,7 +150,7 @@ class FollowedFile(Generic[C]):
         """``new`` creates empty contents; it is called again whenever the file was replaced or truncated."""
         self.lines = AppendedLines(path)
         self.contents = new()
-        self.num_overlong = 0
+        self.num_too_long = 0
         """Number of lines that were skipped because they are too long."""
         self._new = new
 
@@ -159,15 +159,15 @@ class FollowedFile(Generic[C]):
         piece = self.lines.read()
         if piece is None:
             return False
-        if piece.is_anew:
-            self.contents, self.num_overlong = self._new(), 0
-        self.num_overlong += piece.num_overlong
+        if piece.is_restart:
+            self.contents, self.num_too_long = self._new(), 0
+        self.num_too_long += piece.num_too_long
         self.contents.add(piece)
         return True
 
 
 class LineUnreadable(ValueError):
-    """A line cannot be read at its offset; the text has the reason."""
+    """A line cannot be read; the text has the reason."""
 
 
 def read_record(file: Path, offset: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import StrEnum, auto
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,7 @@ from forgeasync.plugins.viewer.appended_lines import LineUnreadable, Piece, read
 from forgeasync.plugins.viewer.metrics import ELAPSED_S, MetricTable
 
 
-class Fate(Enum):
+class Fate(StrEnum):
     """State or ending of a group."""
 
     SAMPLING = auto()
@@ -55,18 +55,13 @@ class Fate(Enum):
     UNFINISHED = auto()
     """The run made all its steps before the group's end."""
 
-    @property
-    def word(self) -> str:
-        """The name in answers and URLs."""
-        return self.name.lower()
-
 
 _OPEN = (Fate.SAMPLING, Fate.SCORING, Fate.WAITING)
 _OF_UPDATE = {Update.MADE: Fate.TRAINED, Update.SKIPPED: Fate.SKIPPED, Update.UNKNOWN: Fate.UNKNOWN}
 
 
 @dataclass(slots=True, kw_only=True)
-class GroupLife:
+class GroupHistory:
     """History of one group. Line numbers are those of the ledger, starting with 1."""
 
     group: int
@@ -87,11 +82,11 @@ class GroupLife:
     reason: DropReason | None = None
     is_resubmitted: bool = False
     """Whether its prompt waits for another attempt."""
-    previous: "GroupLife | None" = None
+    previous: "GroupHistory | None" = None
     """The group that had its number before the run was resumed."""
 
 
-class GroupLives:
+class GroupHistories:
     """All groups so far, in the order of their starts.
 
     An undone group stays, beside the later one with its number.
@@ -104,7 +99,7 @@ class GroupLives:
         self.num_resumptions = 0
         self.num_damaged = 0
         """Number of skipped lines."""
-        self.num_odd = 0
+        self.num_inconsistent = 0
         """Number of events that do not follow from earlier ones, for example next to damaged lines."""
         self.line_of_step: dict[int, int] = {}
         """Line of each step's training; the last one, if the step was repeated after a resumption."""
@@ -113,19 +108,19 @@ class GroupLives:
         """Reason for reading no lines: the ledger has another format."""
         self._file = file
         self._lines = LedgerLines(file.name)
-        self._marks: list[tuple[int, int]] = []
+        self._num_steps_after: list[tuple[int, int]] = []
         """Lines that change the number of steps made, each with the number after it."""
-        self._lives: list[GroupLife] = []
-        self._newest: dict[int, GroupLife] = {}
+        self._histories: list[GroupHistory] = []
+        self._newest: dict[int, GroupHistory] = {}
         """Newest history by group."""
         self._submitted: dict[int, tuple[int, int]] = {}
         """Line that submitted each prompt, and its offset in the file; by prompt."""
 
     def __len__(self) -> int:
-        return len(self._lives)
+        return len(self._histories)
 
-    def __iter__(self) -> Iterator[GroupLife]:
-        return iter(self._lives)
+    def __iter__(self) -> Iterator[GroupHistory]:
+        return iter(self._histories)
 
     # ---- events
 
@@ -159,9 +154,9 @@ class GroupLives:
                 f"{self._file.name}: {self.num_damaged} damaged lines were left out; "
                 f"the first: {self._first_damage}"
             )
-        if self.num_odd:
+        if self.num_inconsistent:
             found.append(
-                f"{self._file.name}: {self.num_odd} events do not follow from those before; "
+                f"{self._file.name}: {self.num_inconsistent} events do not follow from those before; "
                 "python -m apps.verify says more"
             )
         return found
@@ -173,95 +168,95 @@ class GroupLives:
             case Submitted():
                 self._submitted[event.prompt] = line, offset
             case Started() | Restored():
-                life = self._begin(event.group, event.prompt)
-                life.attempt, life.started_line = event.attempt, line
+                one = self._begin(event.group, event.prompt)
+                one.attempt, one.started_line = event.attempt, line
                 if isinstance(event, Restored):
-                    life.is_restored, life.fate = True, Fate.WAITING
+                    one.is_restored, one.fate = True, Fate.WAITING
             case Sampled():
-                life = self._known(event.group, event.prompt)
-                life.sampled_line, life.fate = line, Fate.SCORING
+                one = self._known(event.group, event.prompt)
+                one.sampled_line, one.fate = line, Fate.SCORING
             case Scored():
-                life = self._known(event.group, event.prompt)
-                life.scored_line, life.fate = line, Fate.WAITING
+                one = self._known(event.group, event.prompt)
+                one.scored_line, one.fate = line, Fate.WAITING
             case Dropped():
-                life = self._known(event.group, event.prompt)
+                one = self._known(event.group, event.prompt)
                 is_filtered = event.reason is DropReason.FILTERED
-                life.ended_line, life.fate = line, Fate.FILTERED if is_filtered else Fate.DROPPED
-                life.reason, life.is_resubmitted = event.reason, event.again
+                one.ended_line, one.fate = line, Fate.FILTERED if is_filtered else Fate.DROPPED
+                one.reason, one.is_resubmitted = event.reason, event.again
             case Trained():
                 for prompt, group in zip(event.prompts, event.groups, strict=False):
-                    life = self._known(group, prompt)
-                    life.ended_line, life.fate, life.step = line, _OF_UPDATE[event.update], event.step
+                    one = self._known(group, prompt)
+                    one.ended_line, one.fate, one.step = line, _OF_UPDATE[event.update], event.step
                 self.line_of_step[event.step] = line
-                self._marks.append((line, event.step))
+                self._num_steps_after.append((line, event.step))
             case Resumed():
-                for life in self._lives:
-                    is_after = life.fate in (*_OPEN, Fate.UNFINISHED) or (life.ended_line or 0) > event.line
-                    if is_after and life.undone_line is None:
-                        life.undone_line, life.fate = line, Fate.UNDONE
+                for one in self._histories:
+                    is_open = one.fate in (*_OPEN, Fate.UNFINISHED)
+                    if one.undone_line is None and (is_open or (one.ended_line or 0) > event.line):
+                        one.undone_line, one.fate = line, Fate.UNDONE
                 self.num_resumptions += 1
-                self._marks.append((line, event.step))
+                self._num_steps_after.append((line, event.step))
             case Ended():
-                for life in self._lives:
-                    if life.fate in _OPEN:
-                        life.fate = Fate.UNFINISHED
+                for one in self._histories:
+                    if one.fate in _OPEN:
+                        one.fate = Fate.UNFINISHED
             case Opened():
                 self.first_step = event.step
-                self._marks.append((line, event.step))
+                self._num_steps_after.append((line, event.step))
             case Checkpointed():
                 pass
 
-    def _begin(self, group: int, prompt: int) -> GroupLife:
-        life = GroupLife(group=group, prompt=prompt, previous=self._newest.get(group))
+    def _begin(self, group: int, prompt: int) -> GroupHistory:
+        one = GroupHistory(group=group, prompt=prompt, previous=self._newest.get(group))
         if prompt in self._submitted:
-            life.submitted_line = self._submitted[prompt][0]
-        self._newest[group] = life
-        self._lives.append(life)
-        return life
+            one.submitted_line = self._submitted[prompt][0]
+        self._newest[group] = one
+        self._histories.append(one)
+        return one
 
-    def _known(self, group: int, prompt: int) -> GroupLife:
+    def _known(self, group: int, prompt: int) -> GroupHistory:
         """Return the group in flight, or a new one if the line of its start is missing."""
-        life = self._newest.get(group)
-        if life is None or life.prompt != prompt or life.fate not in _OPEN:
-            self.num_odd += 1
-            life = self._begin(group, prompt)
-        return life
+        one = self._newest.get(group)
+        if one is None or one.prompt != prompt or one.fate not in _OPEN:
+            self.num_inconsistent += 1
+            one = self._begin(group, prompt)
+        return one
 
     # ---- queries
 
-    def of_group(self, group: int) -> list[GroupLife]:
+    def of_group(self, group: int) -> list[GroupHistory]:
         """Return the histories of a group, newest first; a resumed run can have several."""
-        found, life = [], self._newest.get(group)
-        while life is not None:
-            found.append(life)
-            life = life.previous
+        found, one = [], self._newest.get(group)
+        while one is not None:
+            found.append(one)
+            one = one.previous
         return found
 
-    def of_prompt(self, prompt: int) -> list[GroupLife]:
+    def of_prompt(self, prompt: int) -> list[GroupHistory]:
         """Return all groups of a prompt in the order of their starts."""
-        return [life for life in self._lives if life.prompt == prompt]
+        return [one for one in self._histories if one.prompt == prompt]
 
     def find(
         self, *, fate: Fate | None = None, reason: DropReason | None = None, step: int | None = None
-    ) -> list[GroupLife]:
+    ) -> list[GroupHistory]:
         """Return the groups that match all given values, newest first."""
         return [
-            life
-            for life in reversed(self._lives)
-            if (fate is None or life.fate is fate)
-            and (reason is None or life.reason is reason)
-            and (step is None or life.step == step)
+            one
+            for one in reversed(self._histories)
+            if (fate is None or one.fate is fate)
+            and (reason is None or one.reason is reason)
+            and (step is None or one.step == step)
         ]
 
     def num_of_fate(self) -> dict[Fate, int]:
         """Return the number of groups by fate, including undone ones."""
-        counts = Counter(life.fate for life in self._lives)
+        counts = Counter(one.fate for one in self._histories)
         return {fate: counts[fate] for fate in Fate}
 
     def step_before(self, line: int) -> int:
         """Return the number of steps that the run had made when a line was written."""
-        place = bisect_right(self._marks, line, key=lambda mark: mark[0])
-        return self._marks[place - 1][1] if place else 0
+        place = bisect_right(self._num_steps_after, line, key=lambda pair: pair[0])
+        return self._num_steps_after[place - 1][1] if place else 0
 
     def task_of(self, prompt: int) -> tuple[str, str] | None:
         """Return the source and the id of a prompt's task; None if they cannot be read from the ledger."""
@@ -283,12 +278,12 @@ class RunClock:
     so their times are accurate to one step.
     """
 
-    def __init__(self, lives: GroupLives, metrics: MetricTable) -> None:
+    def __init__(self, groups: GroupHistories, metrics: MetricTable) -> None:
         elapsed = metrics.by_step(ELAPSED_S)
-        known = sorted((line, elapsed[step]) for step, line in lives.line_of_step.items() if step in elapsed)
+        known = sorted((line, elapsed[step]) for step, line in groups.line_of_step.items() if step in elapsed)
         self._lines = np.array([1.0, *(line for line, _ in known)])
         self._times = np.maximum.accumulate([0.0, *(at_s for _, at_s in known)])
-        self._begins_late = lives.first_step > 0
+        self._begins_late = groups.first_step > 0
 
     def about_s(self, line: int | None) -> float | None:
         """Return the approximate time of a line; None if there are no steps on both sides of it."""
@@ -299,30 +294,29 @@ class RunClock:
         return float(np.interp(line, self._lines, self._times))
 
 
-def life_answer(lives: GroupLives, clock: RunClock, life: GroupLife) -> dict[str, object]:
+def history_answer(groups: GroupHistories, clock: RunClock, one: GroupHistory) -> dict[str, object]:
     """Return one group as JSON types: its events in order, each with its time and the steps before it."""
-    started = "restored" if life.is_restored else "started"
     lines = [
-        ("submitted", life.submitted_line),
-        (started, life.started_line),
-        ("sampled", life.sampled_line),
-        ("scored", life.scored_line),
-        (life.fate.word if life.undone_line is None else "ended", life.ended_line),
-        ("undone", life.undone_line),
+        ("submitted", one.submitted_line),
+        ("restored" if one.is_restored else "started", one.started_line),
+        ("sampled", one.sampled_line),
+        ("scored", one.scored_line),
+        (one.fate if one.undone_line is None else "ended", one.ended_line),
+        ("undone", one.undone_line),
     ]
     return {
-        "group": life.group,
-        "prompt": life.prompt,
-        "attempt": life.attempt,
-        "fate": life.fate.word,
-        "reason": None if life.reason is None else life.reason.value,
-        "is_resubmitted": life.is_resubmitted,
-        "step": life.step,
+        "group": one.group,
+        "prompt": one.prompt,
+        "attempt": one.attempt,
+        "fate": one.fate,
+        "reason": one.reason,
+        "is_resubmitted": one.is_resubmitted,
+        "step": one.step,
         "events": [
             {
                 "what": what,
                 "line": line,
-                "num_steps_made": lives.step_before(line),
+                "num_steps_made": groups.step_before(line),
                 "about_s": clock.about_s(line),
             }
             for what, line in lines

@@ -1,41 +1,22 @@
-"""The values of metrics.jsonl, and their definitions."""
+"""The values of metrics.jsonl."""
 
 from array import array
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeGuard
 
 import msgspec
-import numpy as np
 
-from forgeasync.observability import TOPICS, definition_of
 from forgeasync.plugins.viewer.appended_lines import Piece
 
 STEP = "step"
 ELAPSED_S = "time/elapsed_s"
 
-HEADLINES = (
-    "eval/accuracy",
-    "reward/mean",
-    "response/length_mean",
-    "off_policy/age_mean",
-    "mismatch/logprob_abs_mean",
-    "grad_norm",
-    "time/step_s",
-    "time/wait_for_batch_s",
-    "throughput/generated_tokens_per_s",
+MAIN_METRICS = (
+    *("policy_version", "eval/accuracy", "reward/mean", "response/length_mean"),
+    *("off_policy/age_mean", "off_policy/age_max", "mismatch/logprob_abs_mean", "grad_norm"),
+    *("time/step_s", "time/wait_for_batch_s", "load/trainer_wait_share"),
+    *("throughput/train_tokens_per_s", "throughput/generated_tokens_per_s", "generator/num_healthy"),
 )
-"""Metrics in the overview, which are also the counters of a trace file."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """One metric over the steps. Shape suffix: N lines that have it, in the file's order."""
-
-    steps_N: np.ndarray
-    """int64."""
-    values_N: np.ndarray
-    """float64, finite."""
+"""Metrics whose newest values are part of a run's status, and which are the counters of a trace file."""
 
 
 class MetricTable:
@@ -82,45 +63,19 @@ class MetricTable:
         newest = self.newest(STEP)
         return 0 if newest is None else newest[0]
 
-    def column(self, key: str) -> Column:
-        """Return the values of a key; empty if no line has it."""
-        return Column(
-            steps_N=np.array(self._steps.get(key, ()), dtype=np.int64),
-            values_N=np.array(self._values.get(key, ()), dtype=np.float64),
-        )
-
     def by_step(self, key: str) -> dict[int, float]:
         """Return the values of a key by step; the newest one, if a step has several."""
         return dict(zip(self._steps.get(key, ()), self._values.get(key, ()), strict=True))
 
+    def tail(self, key: str, num_lines: int) -> list[tuple[int, float]]:
+        """Return the step and the value of the last lines that have a key, oldest first."""
+        steps, values = self._steps.get(key, ()), self._values.get(key, ())
+        return list(zip(steps[-num_lines:], values[-num_lines:], strict=True))
+
     def newest(self, key: str) -> tuple[int, float] | None:
         """Return the step and the value of the last line that has a key."""
-        if key not in self._steps:
-            return None
-        return self._steps[key][-1], self._values[key][-1]
+        return next(iter(self.tail(key, 1)), None)
 
 
 def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
-
-
-@lru_cache(maxsize=4096)
-def meaning_of(key: str) -> str | None:
-    """Return the definition of a key of metrics.jsonl; None if this version of forgeasync has none."""
-    definition = definition_of(key)
-    return None if definition is None else definition.meaning
-
-
-def glossary() -> list[dict[str, object]]:
-    """Return all topics with their metrics, as JSON types."""
-    return [
-        {
-            "heading": topic.heading,
-            "note": topic.note,
-            "metrics": [
-                {"key": metric.key, "meaning": metric.meaning, "when": metric.when}
-                for metric in topic.metrics
-            ],
-        }
-        for topic in TOPICS
-    ]

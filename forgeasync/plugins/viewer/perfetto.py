@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from forgeasync.observability import Lane, Role, Span, named_lanes
-from forgeasync.plugins.viewer.groups import Fate, GroupLife, RunClock
-from forgeasync.plugins.viewer.metrics import ELAPSED_S, HEADLINES, STEP
+from forgeasync.observability import Lane, Span, named_lanes
+from forgeasync.plugins.viewer.groups import Fate, GroupHistory, RunClock
+from forgeasync.plugins.viewer.metrics import ELAPSED_S, MAIN_METRICS, STEP
 from forgeasync.plugins.viewer.processes import recorded_at
 from forgeasync.plugins.viewer.run_reader import RunReader
 
@@ -96,21 +96,18 @@ def trace_events(run: RunReader) -> Iterator[Event]:
     yield from _steps(run, times)
     yield from _counters(run, times)
     clock, end_s = RunClock(run.groups, run.metrics), max(times.values(), default=0.0)
-    for row, life in enumerate(run.groups):
-        yield from _group(row, life, clock, file_clock, end_s)
-    yield from _faults(run, times, file_clock)
+    for row, group in enumerate(run.groups):
+        yield from _group(row, group, clock, file_clock, end_s)
+    yield from _faults(run, file_clock)
     yield from _processes(run.traces.lanes, file_clock)
 
 
 def _steps(run: RunReader, times: Mapping[int, float]) -> Iterator[Event]:
     by_step = run.metrics.by_step
-    took, headlines = by_step(STEP_S), {key: by_step(key) for key in HEADLINES}
-    versions, accuracies = by_step(POLICY_VERSION), by_step(ACCURACY)
+    took, versions, accuracies = by_step(STEP_S), by_step(POLICY_VERSION), by_step(ACCURACY)
     for step, end_s in times.items():
         if step in took:
-            values = {key: values[step] for key, values in headlines.items() if step in values}
-            begin_s = end_s - took[step]
-            yield _bar(TRAINER, _STEPS, "step", f"step {step}", begin_s, took[step], values)
+            yield _bar(TRAINER, _STEPS, "step", f"step {step}", end_s - took[step], took[step], {})
         if step in versions:
             yield _instant(_VERSIONS, f"version {versions[step]:.0f}", end_s, step)
         if step in accuracies:
@@ -123,7 +120,7 @@ def _instant(thread: int, name: str, at_s: float, step: int) -> Event:
 
 
 def _counters(run: RunReader, times: Mapping[int, float]) -> Iterator[Event]:
-    for key in HEADLINES:
+    for key in MAIN_METRICS:
         for step, value in run.metrics.by_step(key).items():
             if step in times:
                 at = _microseconds(times[step])
@@ -131,7 +128,7 @@ def _counters(run: RunReader, times: Mapping[int, float]) -> Iterator[Event]:
 
 
 def _group(
-    row: int, life: GroupLife, clock: RunClock, file_clock: FileClock, end_s: float
+    row: int, group: GroupHistory, clock: RunClock, file_clock: FileClock, end_s: float
 ) -> Iterator[Event]:
     """Yield the phases of a group, nested in the whole; a group in flight ends where the metrics end.
 
@@ -142,23 +139,23 @@ def _group(
         about_s = clock.about_s(line)
         return None if about_s is None else file_clock.of_run(about_s)
 
-    started_s = placed(life.started_line)
+    started_s = placed(group.started_line)
     if started_s is None:
         return
-    sampled_s, scored_s = placed(life.sampled_line), placed(life.scored_line)
+    sampled_s, scored_s = placed(group.sampled_line), placed(group.scored_line)
     # Lines after the last step have no time.
-    stopped_s = placed(life.ended_line or life.undone_line)
+    stopped_s = placed(group.ended_line or group.undone_line)
     stopped_s = max(started_s, end_s) if stopped_s is None else stopped_s
-    what = life.fate.word if life.reason is None else f"{life.fate.word}: {life.reason}"
-    args = {"prompt": life.prompt, "attempt": life.attempt, "fate": what, "step": life.step}
-    yield from _part(row, f"group {life.group}", started_s, stopped_s, args)
+    what = group.fate if group.reason is None else f"{group.fate}: {group.reason}"
+    args = {"prompt": group.prompt, "attempt": group.attempt, "fate": what, "step": group.step}
+    yield from _part(row, f"group {group.group}", started_s, stopped_s, args)
     phases = [(Fate.SAMPLING, started_s), (Fate.SCORING, sampled_s), (Fate.WAITING, scored_s)]
-    if life.is_restored:
+    if group.is_restored:
         phases = [(Fate.WAITING, started_s)]
     known = [(phase, begin_s) for phase, begin_s in phases if begin_s is not None]
     ends = [begin_s for _, begin_s in known[1:]] + [stopped_s]
     for (phase, begin_s), phase_end_s in zip(known, ends, strict=True):
-        yield from _part(row, phase.word, begin_s, phase_end_s, {})
+        yield from _part(row, phase, begin_s, phase_end_s, {})
 
 
 def _part(row: int, name: str, begin_s: float, end_s: float, args: dict[str, object]) -> Iterator[Event]:
@@ -168,20 +165,12 @@ def _part(row: int, name: str, begin_s: float, end_s: float, args: dict[str, obj
     yield {"ph": "e", **common, "ts": _microseconds(max(begin_s, end_s))}
 
 
-def _faults(run: RunReader, times: Mapping[int, float], file_clock: FileClock) -> Iterator[Event]:
-    """Yield each fault at its detection; without traces, at the end of the first step that counts it."""
-    counts: dict[int, float] = dict.fromkeys(times, 0.0)
-    for role in Role:
-        for step, value in run.metrics.by_step(f"faults/detected_{role}").items():
-            if step in counts:
-                counts[step] += value
-    end_s = max(times.values(), default=0.0)
-    for place, fault in enumerate(run.faults.faults):
-        at_s = file_clock.of_unix(fault.detected_s)
-        if at_s is None:
-            at_s = next((times[step] for step in sorted(counts) if counts[step] > place), end_s)
-        facts = {"role": fault.role, "how": fault.how, "detected_unix_s": fault.detected_s}
-        yield _bar(FAULTS, 1, "fault", f"{fault.who} {fault.what}", at_s, fault.took_s or 0.0, facts)
+def _faults(run: RunReader, file_clock: FileClock) -> Iterator[Event]:
+    """Yield each fault. Without traces their times on the run's clock are unknown: they are left out."""
+    for fault in run.faults.faults:
+        if (at_s := file_clock.of_unix(fault.detected_s)) is not None:
+            facts = {"role": fault.role, "how": fault.how, "detected_unix_s": fault.detected_s}
+            yield _bar(FAULTS, 1, "fault", f"{fault.who} {fault.what}", at_s, fault.took_s or 0.0, facts)
 
 
 def _processes(lanes: Sequence[Lane], clock: FileClock) -> Iterator[Event]:

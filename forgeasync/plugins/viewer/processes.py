@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -20,39 +20,22 @@ RECORD = "record"
 Answer = dict[str, object]
 
 
-class _Detected(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="detected"):
-    time_s: float
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault, and its recovery if there was one; a line of the file has one of the two events."""
+
+    event: Literal["detected", "recovered"]
     number: int
     role: str
     who: str
-    what: str
-
-
-class _Recovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="recovered"):
-    time_s: float
-    number: int
-    role: str
-    who: str
-    how: str
-    took_s: float
-
-
-_FAULT_DECODER: msgspec.json.Decoder[_Detected | _Recovered] = msgspec.json.Decoder(_Detected | _Recovered)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultRow:
-    """One fault, and its recovery if there was one."""
-
-    number: int
-    role: str
-    who: str
-    what: str
-    detected_s: float
+    what: str = ""
+    detected_s: float = msgspec.field(name="time_s")
     """Time of the detection, in seconds since 1970."""
     how: str | None = None
     """Description of the recovery; None if there was none."""
     took_s: float | None = None
+
+
+_FAULT_DECODER = msgspec.json.Decoder(Fault)
 
 
 class FaultLines:
@@ -61,36 +44,23 @@ class FaultLines:
     def __init__(self) -> None:
         self.num_damaged = 0
         """Number of lines that do not belong in such a file, or that end a fault that did not begin."""
-        self._faults: dict[int, FaultRow] = {}
+        self._faults: dict[int, Fault] = {}
 
     def add(self, piece: Piece) -> None:
         """Add the next lines; damaged lines are counted and skipped."""
         for line in piece.lines():
-            self._add_line(line)
-
-    def _add_line(self, line: bytes) -> None:
-        try:
-            event = _FAULT_DECODER.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            self.num_damaged += 1
-            return
-        if isinstance(event, _Detected):
-            self._faults[event.number] = FaultRow(
-                number=event.number,
-                role=event.role,
-                who=event.who,
-                what=event.what,
-                detected_s=event.time_s,
-            )
-        elif event.number in self._faults:
-            self._faults[event.number] = replace(
-                self._faults[event.number], how=event.how, took_s=event.took_s
-            )
-        else:
-            self.num_damaged += 1
+            try:
+                fault = _FAULT_DECODER.decode(line)
+                if fault.event == "recovered":
+                    begun = self._faults[fault.number]
+                    fault = msgspec.structs.replace(begun, how=fault.how, took_s=fault.took_s)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError):
+                self.num_damaged += 1
+            else:
+                self._faults[fault.number] = fault
 
     @property
-    def faults(self) -> list[FaultRow]:
+    def faults(self) -> list[Fault]:
         """All faults in the order of their detection."""
         return list(self._faults.values())
 
@@ -102,7 +72,7 @@ class FaultLines:
 
 def faults_answer(faults: FaultLines, procs_file: Path) -> Answer:
     """Return all faults, and the processes that the run lists in procs.json."""
-    return {"faults": [asdict(one) for one in faults.faults], "procs": _processes(procs_file)}
+    return {"faults": [msgspec.structs.asdict(one) for one in faults.faults], "procs": _processes(procs_file)}
 
 
 def _processes(file: Path) -> list[Answer]:

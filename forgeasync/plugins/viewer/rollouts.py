@@ -7,9 +7,8 @@ import re
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from forgeasync.plugins.viewer.appended_lines import LineUnreadable, Piece, read_record
@@ -26,69 +25,51 @@ VALUES = ("mismatch", "ratio", "advantage", "entropy", "version", "kept", "logpr
 
 Answer = dict[str, object]
 
-# Form of a run's lines in rollouts.jsonl. Any other line is parsed, which takes longer and refuses lone
-# surrogates.
-_ROLLOUT = re.compile(rb'\{"step": (\d{1,17}), "group_id": (\d{1,17}), .*\}')
+# A whole line is too long to be parsed, so only its beginning is read.
+_ROLLOUT = re.compile(rb'\{"step": (\d{1,17}), "group_id": (\d{1,17}), ')
 
-# Beginning of a run's lines in tokens.jsonl: of a rollout, or of the worst tokens of a step. The whole line
-# is too long to be parsed.
+# Values of a rollout, or of the worst tokens of a step.
 _TOKENS = re.compile(
     rb'\{"step": (\d{1,17}), '
     rb'(?:"group_id": (\d{1,17}), "episode": (\d{1,17}), "agent": (\d{1,17}), |"worst": )'
 )
 
-_WORST = (-1, -1, -1)
-"""Replaces the rollout's key in a line with the worst tokens of a step."""
+_NONE = -1
+"""Number in the index for a field that a line does not have."""
 
-_Number = Annotated[int, msgspec.Meta(ge=0, lt=10**17)]
+_WORST = RolloutKey(group_id=_NONE, episode=_NONE, agent=_NONE)
 
 
 class RolloutNotFound(ValueError):
     """A rollout cannot be read; the text has the reason."""
 
 
-class TokensNotFound(ValueError):
-    """Values of tokens cannot be read; the text has the reason."""
-
-
-class _Head(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that are read from a rollout's line of another form."""
-
-    step: _Number
-    group_id: _Number
-
-
-_HEAD_DECODER = msgspec.json.Decoder(_Head)
-
-
 class _LineIndex:
     """The offset of every line of a file, and some numbers of each line; 8 bytes per number."""
 
-    def __init__(self, file: Path, *names: str) -> None:
+    def __init__(self, file: Path, beginning: re.Pattern[bytes], *names: str) -> None:
+        """``beginning`` matches a line that belongs in the file; ``names`` are those of its groups."""
         self.num_damaged = 0
         """Number of lines that do not belong in such a file."""
         self._file = file
+        self._beginning = beginning
         self._offsets = array("q")
         self._columns = {name: array("q") for name in names}
 
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def _numbers(self, line: bytes) -> tuple[int, ...] | None:
-        """Return the columns' numbers of a line; None if it is damaged."""
-        raise NotImplementedError
-
     def add(self, piece: Piece) -> None:
         """Add the next lines; damaged lines are counted and skipped."""
         offset = piece.start
         for line in piece.lines():
-            numbers = self._numbers(line)
-            if numbers is None:
+            found = self._beginning.match(line)
+            if found is None or not line.endswith(b"}"):
                 self.num_damaged += 1
             else:
                 self._offsets.append(offset)
-                for column, number in zip(self._columns.values(), numbers, strict=True):
-                    column.append(number)
+                for column, number in zip(self._columns.values(), found.groups(), strict=True):
+                    column.append(_NONE if number is None else int(number))
             offset += len(line) + 1
 
     def find(self, **wanted: int) -> list[int]:
@@ -103,16 +84,7 @@ class RolloutIndex(_LineIndex):
     """Steps, groups and offsets of all rollouts so far; rollouts are numbered in the order of the file."""
 
     def __init__(self, file: Path) -> None:
-        super().__init__(file, "step", "group")
-
-    def _numbers(self, line: bytes) -> tuple[int, ...] | None:
-        if (found := _ROLLOUT.fullmatch(line)) is not None:
-            return int(found[1]), int(found[2])
-        try:
-            head = _HEAD_DECODER.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
-        return head.step, head.group_id
+        super().__init__(file, _ROLLOUT, "step", "group")
 
     def read(self, number: int) -> dict[str, Any]:
         """Read one rollout.
@@ -186,51 +158,37 @@ class TokenIndex(_LineIndex):
     """Offsets of all lines of tokens.jsonl so far; the newer of two equal lines counts."""
 
     def __init__(self, file: Path) -> None:
-        super().__init__(file, "step", "group", "episode", "agent")
-
-    def _numbers(self, line: bytes) -> tuple[int, ...] | None:
-        head = _TOKENS.match(line)
-        if head is None or not line.endswith(b"}"):
-            return None
-        return int(head[1]), *(_WORST if head[2] is None else map(int, head.groups()[1:]))
+        super().__init__(file, _TOKENS, "step", "group", "episode", "agent")
 
     def branches(self, step: int, key: RolloutKey) -> list[dict[str, Any]]:
         """Read the values of a rollout of a step, by branch.
 
         Raises:
-            TokensNotFound: there are none, or the file has changed.
+            LineUnreadable: there are none, or the file has changed.
         """
-        place = (key.group_id, key.episode, key.agent)
-        return self._read(step, place, "branches", "this rollout")
+        return self._read(step, key, "branches", "this rollout")
 
     def worst(self, step: int) -> list[dict[str, Any]]:
         """Read the worst tokens of a step.
 
         Raises:
-            TokensNotFound: there are none, or the file has changed.
+            LineUnreadable: there are none, or the file has changed.
         """
         return self._read(step, _WORST, "worst", f"step {step}")
 
-    def _read(self, step: int, place: tuple[int, int, int], part: str, what: str) -> list[dict[str, Any]]:
+    def _read(self, step: int, key: RolloutKey, part: str, what: str) -> list[dict[str, Any]]:
         name = self._file.name
         if not len(self):
-            raise TokensNotFound(
-                f"the run has no {name}: an earlier version made it, or logging.rollouts_per_step is 0, "
-                "or no step is done"
-            )
-        group, episode, agent = place
-        found = self.find(step=step, group=group, episode=episode, agent=agent)
+            raise LineUnreadable(f"the run has no {name}: logging.rollouts_per_step is 0, or no step is done")
+        found = self.find(step=step, group=key.group_id, episode=key.episode, agent=key.agent)
         if not found:
-            raise TokensNotFound(f"{name} has no values of {what}")
-        try:
-            record = read_record(self._file, self._offsets[found[-1]])
-        except LineUnreadable as error:
-            raise TokensNotFound(str(error)) from None
+            raise LineUnreadable(f"{name} has no values of {what}")
+        record = read_record(self._file, self._offsets[found[-1]])
         if record.get("step") != step:
-            raise TokensNotFound(f"{name} has changed: a line is no longer at its offset")
+            raise LineUnreadable(f"{name} has changed: a line is no longer at its offset")
         values = record.get(part)
         if not isinstance(values, list) or not all(isinstance(one, dict) for one in values):
-            raise TokensNotFound(f"a line of {name} is damaged: {part} is not a list of objects")
+            raise LineUnreadable(f"a line of {name} is damaged: {part} is not a list of objects")
         return values
 
 
@@ -250,10 +208,10 @@ def tokens_answer(
     try:
         branches = tokens.branches(step, key)
         if not branch < len(branches):
-            raise TokensNotFound(f"branch = {branch}; must be 0 to {len(branches) - 1}")
+            raise LineUnreadable(f"branch = {branch}; must be 0 to {len(branches) - 1}")
         page = _page(branches[branch], skip)
         worst = _worst_places(tokens, step, key, branches[branch]["branch"])
-    except TokensNotFound as error:
+    except LineUnreadable as error:
         return {"problem": str(error)}
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         return {"problem": f"the values of this rollout's tokens are damaged ({error!r})"}
@@ -268,10 +226,7 @@ def tokens_answer(
 
 
 def _key_of(record: Mapping[str, Any]) -> RolloutKey:
-    # Runs of earlier versions have neither episodes nor agents.
-    return RolloutKey(
-        group_id=record["group_id"], episode=record.get("episode", 0), agent=record.get("agent", 0)
-    )
+    return RolloutKey(group_id=record["group_id"], episode=record["episode"], agent=record["agent"])
 
 
 def _page(branch: Mapping[str, Any], skip: int) -> Answer:
@@ -308,7 +263,7 @@ def _worst_places(tokens: TokenIndex, step: int, key: RolloutKey, branch: int) -
     """Return the positions of a branch's tokens among the worst of the step, each with its rank from 1."""
     try:
         worst = tokens.worst(step)
-    except TokensNotFound:
+    except LineUnreadable:
         # It is the step's last line, and may not be written yet.
         return []
     return [
@@ -326,13 +281,13 @@ def worst_answer(rollouts: RolloutIndex, tokens: TokenIndex, step: int) -> Answe
     """
     try:
         worst = tokens.worst(step)
-    except TokensNotFound as error:
+    except LineUnreadable as error:
         return {"problem": str(error), "worst": []}
     numbers: dict[tuple[object, object, object], int] = {}
     for group in {group for one in worst if isinstance(group := one.get("group_id"), int)}:
         for number in rollouts.find(step=step, group=group):
             record = rollouts.read(number)
-            numbers[group, record.get("episode", 0), record.get("agent", 0)] = number
+            numbers[group, record.get("episode"), record.get("agent")] = number
     return {
         "problem": None,
         "worst": [

@@ -1,24 +1,39 @@
-"""Reads the contents of one run folder while the run writes it; writes nothing."""
+"""Reads one run folder while the run writes it: its contents and its status; writes nothing."""
 
 import contextlib
+import socket
+import sys
+import time
 from collections.abc import Mapping
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from forgeasync.observability import RunDir
+from forgeasync.observability import (
+    KEYS,
+    OTHER_KEYS,
+    WINDOW_STEPS,
+    MeasuredSteps,
+    MeasuredWindow,
+    RunDir,
+    RunLock,
+    num_steps_ahead,
+    verdict_lines,
+    visible_line,
+)
 from forgeasync.plugins.viewer.appended_lines import FollowedFile
-from forgeasync.plugins.viewer.groups import GroupLives
-from forgeasync.plugins.viewer.metrics import MetricTable, meaning_of
+from forgeasync.plugins.viewer.groups import GroupHistories
+from forgeasync.plugins.viewer.metrics import ELAPSED_S, MAIN_METRICS, MetricTable
 from forgeasync.plugins.viewer.processes import FaultLines, Traces
 from forgeasync.plugins.viewer.rollouts import RolloutIndex, TokenIndex
+from forgeasync.processes import is_running
 
 DEMO_RUN = Path(__file__).parent / "demo"
 """Folder of a small recorded run whose generator was killed."""
 
-MAX_SHOWN_KEYS = 5
 MAX_DIGITS = 18
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -53,7 +68,7 @@ class RunReader:
         self.traces = Traces(run_dir.logs)
         self._metrics = FollowedFile(run_dir.metrics, MetricTable)
         self._faults = FollowedFile(run_dir.faults, FaultLines)
-        self._groups = FollowedFile(run_dir.ledger, partial(GroupLives, run_dir.ledger))
+        self._groups = FollowedFile(run_dir.ledger, partial(GroupHistories, run_dir.ledger))
         self._rollouts = FollowedFile(run_dir.rollouts, partial(RolloutIndex, run_dir.rollouts))
         self._tokens = FollowedFile(run_dir.tokens, partial(TokenIndex, run_dir.tokens))
         rollouts, tokens = ([self._rollouts], [self._tokens]) if with_rollouts else ([], [])
@@ -93,7 +108,7 @@ class RunReader:
         return self._faults.contents
 
     @property
-    def groups(self) -> GroupLives:
+    def groups(self) -> GroupHistories:
         return self._groups.contents
 
     @property
@@ -135,12 +150,8 @@ class RunReader:
             if num := file.contents.num_damaged:
                 found.append(f"{file.lines.path.name}: {num} damaged lines were left out")
         for file in self._files:
-            if num := file.num_overlong:
+            if num := file.num_too_long:
                 found.append(f"{file.lines.path.name}: {num} lines were too long to be read")
-        if keys := [key for key in self.metrics.keys if meaning_of(key) is None]:
-            more = "" if len(keys) <= MAX_SHOWN_KEYS else f" and {len(keys) - MAX_SHOWN_KEYS} more"
-            named = ", ".join(keys[:MAX_SHOWN_KEYS])
-            found.append(f"metrics that this version of forgeasync does not define: {named}{more}")
         return found
 
     def last_log_line(self) -> str | None:
@@ -181,3 +192,151 @@ def _flatten(value: object, key: str, into: dict[str, str]) -> None:
             _flatten(inner, f"{key}.{name}" if key else str(name), into)
     else:
         into[key] = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+NUM_RECENT_STEPS = 20
+"""Number of newest steps whose mean time estimates the time left."""
+
+CLOCK_SLACK_S = 2.0
+"""Maximum difference between a process's start time by the kernel and by run.lock, in seconds."""
+
+
+class Life(StrEnum):
+    """State of the process that is the run."""
+
+    RUNNING = "running"
+    ENDED = "ended"
+    """It ended in order: after its last step, when told to stop, or with an error that it reported."""
+    DIED = "died"
+    """It ended without a report."""
+    ELSEWHERE = "elsewhere"
+    """It runs, or ran, on another machine, which cannot be checked from here."""
+    UNKNOWN = "unknown"
+    """There is no run.lock, or it cannot be read."""
+
+
+def run_life(lock: Path) -> tuple[Life, str]:
+    """Return the state of the process that a run.lock names, and a description."""
+    try:
+        holder = RunLock.holder(lock)
+    except FileNotFoundError:
+        return Life.UNKNOWN, "has no run.lock"
+    except OSError as error:
+        return Life.UNKNOWN, f"run.lock cannot be read: {error.strerror}"
+    if holder is None:
+        return Life.UNKNOWN, "run.lock says nothing that this version of forgeasync can read"
+    if holder.has_ended:
+        return Life.ENDED, f"in order; was {holder}"
+    if holder.host != socket.gethostname():
+        return Life.ELSEWHERE, f"is {holder}; that machine cannot be asked from here"
+    # A process that began later than the run only has the same id.
+    if is_running(holder.pid, by_s=holder.since_s + CLOCK_SLACK_S):
+        return Life.RUNNING, f"is {holder}"
+    return Life.DIED, f"was {holder}"
+
+
+def status_of(run: RunReader, *, now_s: float | None = None) -> dict[str, object]:
+    """Return a run's status as JSON types; ``now_s`` is the time in seconds since 1970."""
+    now_s = time.time() if now_s is None else now_s
+    life, words = run_life(run.run_dir.lock)
+    max_steps = run.whole_setting("max_steps")
+    step_s = _recent_step_s(run)
+    num_left = None if max_steps is None else max(0, max_steps - run.metrics.step)
+    goes_on = life in (Life.RUNNING, Life.ELSEWHERE)
+    left_s = num_left * step_s if goes_on and num_left is not None and step_s is not None else None
+    elapsed = run.metrics.newest(ELAPSED_S)
+    faults = run.faults.faults
+    newest = {key: found for key in MAIN_METRICS if (found := run.metrics.newest(key)) is not None}
+    return {
+        "run": run.name,
+        "folder": str(run.run_dir.path),
+        "life": life,
+        "life_words": words,
+        "last_log_line": run.last_log_line(),
+        "written_ago_s": _written_ago_s(run, now_s),
+        "step": run.metrics.step,
+        "max_steps": max_steps,
+        "elapsed_s": None if elapsed is None else elapsed[1],
+        "recent_step_s": step_s,
+        "left_s": left_s,
+        "metrics": {key: {"value": value, "step": step} for key, (step, value) in newest.items()},
+        "groups": {fate: num for fate, num in run.groups.num_of_fate().items() if num},
+        "verdict": verdict_lines(_measured(run)),
+        "num_resumptions": run.groups.num_resumptions,
+        "num_faults": len(faults),
+        "num_open_faults": run.faults.num_open,
+        "last_fault": None if not faults else f"{faults[-1].who} {faults[-1].what}",
+        "problems": run.problems,
+    }
+
+
+def _recent_step_s(run: RunReader) -> float | None:
+    """Return the mean seconds between the newest steps, by the run's clock; None before there are two."""
+    recent = [one for one in run.metrics.tail(ELAPSED_S, NUM_RECENT_STEPS + 1) if one[0] > 0]
+    if not recent or recent[-1][0] <= recent[0][0]:
+        return None
+    (first, begin_s), (last, end_s) = recent[0], recent[-1]
+    return max(end_s - begin_s, 0.0) / (last - first)
+
+
+def _measured(run: RunReader) -> MeasuredSteps | None:
+    """Return the means over the newest steps; None if there are too few.
+
+    If the config cannot be read, no steps are left out at the end.
+    """
+    num_ahead = num_steps_ahead(
+        max_off_policy_steps=run.whole_setting("max_off_policy_steps") or 0,
+        max_groups=run.whole_setting("buffer.max_groups"),
+        groups_per_step=run.whole_setting("algorithm.groups_per_step") or 1,
+    )
+    max_steps = run.whole_setting("max_steps") or sys.maxsize
+    window = MeasuredWindow.of_run(max_steps, num_steps_ahead=num_ahead)
+    num_lines = WINDOW_STEPS + window.num_left_out + num_ahead + 1
+    lines: dict[int, dict[str, float]] = {}
+    for key in (*KEYS, *OTHER_KEYS):
+        for step, value in run.metrics.tail(key, num_lines):
+            lines.setdefault(step, {})[key] = value
+    for _, line in sorted(lines.items()):
+        # The evaluation before the first step has a line without the step's times.
+        if line.keys() >= set(KEYS):
+            window.add(line)
+    return window.measured()
+
+
+def _written_ago_s(run: RunReader, now_s: float) -> float | None:
+    """Return the seconds since the run last wrote metrics or ledger."""
+    times = []
+    for file in (run.run_dir.metrics, run.run_dir.ledger):
+        try:
+            times.append(file.stat().st_mtime)
+        except OSError:
+            continue
+    return round(max(0.0, now_s - max(times)), 3) if times else None
+
+
+def status_lines(status: Mapping[str, Any]) -> list[str]:
+    """Return a status as lines of text; control characters in texts of the run's files are escaped."""
+    steps = f"step {status['step']}" + ("" if status["max_steps"] is None else f" of {status['max_steps']}")
+    left_s = status["left_s"]
+    lines = [f"{status['run']}: {status['life']} ({status['life_words']})", f"  {steps}"]
+    if status["written_ago_s"] is not None:
+        lines[-1] += f", last written {_duration(status['written_ago_s'])} ago"
+    if left_s is not None:
+        lines[-1] += f", about {_duration(left_s)} left"
+    for key, newest in status["metrics"].items():
+        lines.append(f"  {key:<36}{newest['value']:>12.6g}   at step {newest['step']}")
+    lines += [f"  {line}" for line in status["verdict"]]
+    groups = ", ".join(f"{num} {fate}" for fate, num in status["groups"].items())
+    lines.append(f"  groups: {groups or 'none'}")
+    lines.append(f"  faults: {status['num_faults']}, {status['num_open_faults']} of them not recovered from")
+    if status["last_log_line"] is not None:
+        lines.append(f"  last of run.log: {status['last_log_line']}")
+    lines += [f"  note: {problem}" for problem in status["problems"]]
+    return [visible_line(line) for line in lines]
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"

@@ -9,7 +9,7 @@ import logging
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from enum import Enum
+from enum import StrEnum
 from importlib.resources import files
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -18,13 +18,12 @@ import msgspec
 from aiohttp import web
 
 from forgeasync.buffer import DropReason
-from forgeasync.observability import visible
-from forgeasync.plugins.viewer.groups import Fate, RunClock, life_answer
-from forgeasync.plugins.viewer.metrics import HEADLINES, glossary, meaning_of
+from forgeasync.observability import TOPICS, definition_of, visible
+from forgeasync.plugins.viewer.groups import Fate, RunClock, history_answer
+from forgeasync.plugins.viewer.metrics import MAIN_METRICS
 from forgeasync.plugins.viewer.processes import faults_answer, lanes_answer
 from forgeasync.plugins.viewer.rollouts import RolloutNotFound, tokens_answer, worst_answer
-from forgeasync.plugins.viewer.run_reader import RunReader
-from forgeasync.plugins.viewer.status import SHOWN, newest_values, status_of
+from forgeasync.plugins.viewer.run_reader import RunReader, status_of
 
 MAX_GROUPS = 200
 """Maximum number of groups of one answer."""
@@ -41,14 +40,14 @@ _MAX_NUMBER = 10**17
 
 Answer = dict[str, object]
 
-E = TypeVar("E", bound=Enum)
+E = TypeVar("E", bound=StrEnum)
 
 
-class BadQuestion(ValueError):
+class BadRequest(ValueError):
     """A parameter is missing or wrong; the text names it, its value and the allowed values."""
 
 
-class NotThere(LookupError):
+class NotFound(LookupError):
     """There is no such address, or the run does not have the requested item; the text names it."""
 
 
@@ -61,7 +60,7 @@ class Parameters:
     def _one(self, name: str) -> str | None:
         found = self._values.get(name, [])
         if len(found) > 1:
-            raise BadQuestion(f"{name} is given {len(found)} times; must be given once")
+            raise BadRequest(f"{name} is given {len(found)} times; must be given once")
         return found[0] if found and found[0] != "" else None
 
     def optional(self, name: str, *, below: int = _MAX_NUMBER) -> int | None:
@@ -70,7 +69,7 @@ class Parameters:
         if text is None:
             return None
         if not (text.isascii() and text.isdecimal() and len(text) < 18 and int(text) < below):
-            raise BadQuestion(f"{name} = {text[:40]!r}; must be a whole number from 0 to {below - 1}")
+            raise BadRequest(f"{name} = {text[:40]!r}; must be a whole number from 0 to {below - 1}")
         return int(text)
 
     def number(self, name: str, *, default: int, below: int = _MAX_NUMBER) -> int:
@@ -82,23 +81,23 @@ class Parameters:
         """Return a non-negative integer that must be given."""
         found = self.optional(name)
         if found is None:
-            raise BadQuestion(f"{name} is missing; must be a whole number from 0 to {_MAX_NUMBER - 1}")
+            raise BadRequest(f"{name} is missing; must be a whole number from 0 to {_MAX_NUMBER - 1}")
         return found
 
-    def choice(self, name: str, choices: Mapping[str, E]) -> E | None:
+    def choice(self, name: str, choices: type[E]) -> E | None:
         """Return one of a closed set of choices; None if it is not given."""
         text = self._one(name)
-        if text is not None and text not in choices:
-            raise BadQuestion(f"{name} = {text[:40]!r}; must be one of {', '.join(choices)}")
-        return None if text is None else choices[text]
+        if text is not None and text not in list(choices):
+            raise BadRequest(f"{name} = {text[:40]!r}; must be one of {', '.join(choices)}")
+        return None if text is None else choices(text)
 
 
 def answer(runs: Sequence[RunReader], name: str, given: Parameters) -> Answer:
     """Answer a request from the part of the runs' files that was read so far.
 
     Raises:
-        NotThere: there is no such request, or the run does not have the requested item.
-        BadQuestion: a parameter is wrong.
+        NotFound: there is no such request, or the run does not have the requested item.
+        BadRequest: a parameter is wrong.
     """
     if name in _OF_ALL_RUNS:
         return _OF_ALL_RUNS[name](runs)
@@ -107,30 +106,34 @@ def answer(runs: Sequence[RunReader], name: str, given: Parameters) -> Answer:
         try:
             return _OF_ONE_RUN[name](run, given)
         except RolloutNotFound as error:
-            raise NotThere(str(error)) from None
+            raise NotFound(str(error)) from None
     known = ", ".join((*_OF_ALL_RUNS, *_OF_ONE_RUN))
-    raise NotThere(f"there is no /api/{name[:40]}; there are {known}")
+    raise NotFound(f"there is no /api/{name[:40]}; there are {known}")
 
 
 def _runs(runs: Sequence[RunReader]) -> Answer:
     """Return the status and the reading progress of each run, and the definitions of the metrics shown."""
-    keys = list(dict.fromkeys((*SHOWN, *HEADLINES)))
+    found = {key: definition_of(key) for key in MAIN_METRICS}
     return {
-        "runs": [
-            {
-                **status_of(run),
-                "metrics": newest_values(run, keys),
-                "progress": run.progress,
-            }
-            for run in runs
-        ],
-        "meanings": {key: meaning_of(key) for key in keys},
+        "runs": [{**status_of(run), "progress": run.progress} for run in runs],
+        "meanings": {key: one.meaning for key, one in found.items() if one is not None},
     }
 
 
 def _glossary(runs: Sequence[RunReader]) -> Answer:
     """Return all metrics that this version of forgeasync defines, by topic."""
-    return {"topics": glossary()}
+    return {
+        "topics": [
+            {
+                "heading": topic.heading,
+                "note": topic.note,
+                "metrics": [
+                    {"key": one.key, "meaning": one.meaning, "when": one.when} for one in topic.metrics
+                ],
+            }
+            for topic in TOPICS
+        ]
+    }
 
 
 def _settings(runs: Sequence[RunReader]) -> Answer:
@@ -151,35 +154,35 @@ def _settings(runs: Sequence[RunReader]) -> Answer:
 
 def _groups(run: RunReader, given: Parameters) -> Answer:
     """Return a page of the groups, newest first, and their number."""
-    lives, clock = run.groups, RunClock(run.groups, run.metrics)
-    found = lives.find(
-        fate=given.choice("fate", {one.word: one for one in Fate}),
-        reason=given.choice("reason", {one.value: one for one in DropReason}),
+    groups, clock = run.groups, RunClock(run.groups, run.metrics)
+    found = groups.find(
+        fate=given.choice("fate", Fate),
+        reason=given.choice("reason", DropReason),
         step=given.optional("step"),
     )
     skip = given.number("skip", default=0)
     limit = given.number("limit", default=50, below=MAX_GROUPS + 1)
     return {
         "num_groups": len(found),
-        "groups": [life_answer(lives, clock, life) for life in found[skip : skip + limit]],
+        "groups": [history_answer(groups, clock, one) for one in found[skip : skip + limit]],
     }
 
 
 def _group(run: RunReader, given: Parameters) -> Answer:
     """Return one group: its histories, the other attempts at its prompt, and its rollouts."""
     group = given.required("group")
-    lives, clock = run.groups, RunClock(run.groups, run.metrics)
-    found, rollouts = lives.of_group(group), run.rollouts.find(group=group)
+    groups, clock = run.groups, RunClock(run.groups, run.metrics)
+    found, rollouts = groups.of_group(group), run.rollouts.find(group=group)
     if not found and not rollouts:
-        raise NotThere(f"group = {group}: no line read so far names it; groups have numbers from 0 on")
-    task = lives.task_of(found[0].prompt) if found else None
-    attempts = lives.of_prompt(found[0].prompt) if found else []
+        raise NotFound(f"group = {group}: no line read so far names it; groups have numbers from 0 on")
+    task = groups.task_of(found[0].prompt) if found else None
+    attempts = groups.of_prompt(found[0].prompt) if found else []
     return {
         "group": group,
         "source": None if task is None else task[0],
         "task_id": None if task is None else task[1],
-        "lives": [life_answer(lives, clock, life) for life in found],
-        "attempts": [{"group": one.group, "attempt": one.attempt, "fate": one.fate.word} for one in attempts],
+        "histories": [history_answer(groups, clock, one) for one in found],
+        "attempts": [{"group": one.group, "attempt": one.attempt, "fate": one.fate} for one in attempts],
         **run.rollouts.rows(rollouts),
     }
 
@@ -238,7 +241,7 @@ _OF_ONE_RUN: dict[str, Callable[[RunReader, Parameters], Answer]] = {
 }
 
 
-def shown(value: object, depth: int = 0) -> object:
+def escaped(value: object, depth: int = 0) -> object:
     """Return an answer with control and similar characters escaped, in keys too.
 
     A model wrote some of the texts, and they can appear in a fault or a log. No text may hide anything on the
@@ -251,14 +254,14 @@ def shown(value: object, depth: int = 0) -> object:
     if depth > MAX_DEPTH:
         return "(nested too deep to be shown)"
     if isinstance(value, dict):
-        return {visible(str(key)): shown(one, depth + 1) for key, one in value.items()}
+        return {visible(str(key)): escaped(one, depth + 1) for key, one in value.items()}
     assert isinstance(value, list | tuple), f"an answer has {type(value).__name__}"
-    return [shown(one, depth + 1) for one in value]
+    return [escaped(one, depth + 1) for one in value]
 
 
 HOST = "127.0.0.1"
 
-OWN_NAMES = frozenset({"127.0.0.1", "localhost"})
+ALLOWED_HOSTS = frozenset({"127.0.0.1", "localhost"})
 """Host names that requests may use. A foreign page whose name resolves to this machine uses another one."""
 
 HEADERS = {
@@ -273,7 +276,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 
-LOOK_S = 1.0
+POLL_S = 1.0
 """Seconds between two checks of files that have nothing new."""
 
 YIELD_S = 0.001
@@ -291,7 +294,7 @@ class PortInUse(ValueError):
 
 
 class _Watcher:
-    """Reads the runs in a separate thread; ``ask`` may be called from any thread."""
+    """Reads the runs in a separate thread; ``answer`` may be called from any thread."""
 
     def __init__(self, runs: Sequence[RunReader]) -> None:
         self._runs = runs
@@ -301,7 +304,7 @@ class _Watcher:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="viewer-reading", daemon=True)
 
-    def ask(self, name: str, given: Parameters) -> Answer:
+    def answer(self, name: str, given: Parameters) -> Answer:
         """Answer from what was read so far; see ``answer`` for errors."""
         with self._lock:
             return {**answer(self._runs, name, given), "failure": self._failure}
@@ -317,7 +320,7 @@ class _Watcher:
                 _LOGGER.exception("a run's files could not be read")
                 self._failure = f"the viewer has stopped reading: {type(error).__name__}: {error}"
                 return
-            self._is_over.wait(YIELD_S if is_new else LOOK_S)
+            self._is_over.wait(YIELD_S if is_new else POLL_S)
 
     def start(self) -> None:
         """Start the thread."""
@@ -350,12 +353,12 @@ def application(runs: Sequence[RunReader]) -> web.Application:
         given = Parameters({name: request.query.getall(name) for name in request.query})
         try:
             # Run in a thread: the readers can be busy for some milliseconds, and a file system for longer.
-            found = await asyncio.to_thread(watcher.ask, request.match_info["name"], given)
-        except BadQuestion as error:
+            found = await asyncio.to_thread(watcher.answer, request.match_info["name"], given)
+        except BadRequest as error:
             return _problem(400, str(error))
-        except NotThere as error:
+        except NotFound as error:
             return _problem(404, str(error))
-        return web.Response(body=msgspec.json.encode(shown(found)), content_type="application/json")
+        return web.Response(body=msgspec.json.encode(escaped(found)), content_type="application/json")
 
     app.cleanup_ctx.append(watching)
     app.router.add_get("/", page)
@@ -403,9 +406,9 @@ def serve_until_stopped(runs: Sequence[RunReader], port: int, say: Callable[[str
 @web.middleware
 async def _guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
     """Refuse requests with other host names than this machine's, and add the headers to every response."""
-    if urlsplit(f"//{request.headers.get('Host', '')}").hostname not in OWN_NAMES:
+    if urlsplit(f"//{request.headers.get('Host', '')}").hostname not in ALLOWED_HOSTS:
         response: web.StreamResponse = _problem(
-            403, f"ask by one of the names {', '.join(sorted(OWN_NAMES))}"
+            403, f"ask by one of the names {', '.join(sorted(ALLOWED_HOSTS))}"
         )
     else:
         try:

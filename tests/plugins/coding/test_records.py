@@ -28,11 +28,14 @@ def test_a_file_becomes_tasks_that_find_their_checkouts(folder: Path, record: Ca
     issues = ({"instance_id": f"shop-{i}", "problem_statement": f"issue {i}"} for i in range(8))
     records += [record("unittest") | one for one in issues]
     found = problems(folder, records, "all", num_train=6, num_held_out=3)
-    held_out, train = found.held_out(), found.train(set())
+    held_out = found.held_out()
+    train = found.train({task.prompt for task in held_out})
     assert len(held_out) == 3 and len(train) == 6
     assert not {task.prompt for task in held_out} & {task.prompt for task in train}
     again = problems(folder, records, "all", num_train=6, num_held_out=3, seed=1)
-    assert again.held_out() == held_out and again.train(set()) != train
+    assert again.held_out() == held_out and list(again.train({held_out[0].prompt})) != list(train)
+    other_order = problems(folder, records[::-1], "reversed", num_train=6, num_held_out=3).held_out()
+    assert [task.task_id for task in other_order] == [task.task_id for task in held_out]
     for task in (*held_out, *train):
         read = read_record(task.record, Path("/"))
         assert read.checkout.is_absolute() and (read.checkout / "shop").is_dir()
@@ -41,8 +44,9 @@ def test_a_file_becomes_tasks_that_find_their_checkouts(folder: Path, record: Ca
 
 def test_held_out_texts_are_not_trained_on(folder: Path, record: CaptureSpec) -> None:
     twice = [record("unittest"), record("unittest") | {"instance_id": "other"}]
-    with pytest.raises(ConfigError, match=r"data.num_train = 1: .* has only 0"):
-        problems(folder, twice, "twice").train(set())
+    found = problems(folder, twice, "twice")
+    with pytest.raises(ConfigError, match=r"data.num_train = 1: .* gave only 0"):
+        found.train({task.prompt for task in found.held_out()})
 
 
 def test_hidden_tests_are_what_the_patch_makes_of_the_checkout(folder: Path, record: CaptureSpec) -> None:
@@ -82,27 +86,22 @@ LINK_OUT = (
     ("changed", "message"),
     [
         ({"instance_id": None}, "instance_id is None; must be a text"),
-        ({"problem_statement": " "}, "problem_statement is ' '; must be a text"),
         ({"FAIL_TO_PASS": "tests.a.B.c"}, "FAIL_TO_PASS is 'tests.a.B.c'; must be a list of texts"),
         ({"FAIL_TO_PASS": []}, "FAIL_TO_PASS is empty"),
         ({"FAIL_TO_PASS": ["test_one"]}, "'test_one'; must read like 'tests.test_sum.TestSum.test_two'"),
-        ({"PASS_TO_PASS": [1]}, "PASS_TO_PASS is [1]; must be a list of texts"),
         ({"PASS_TO_PASS": [TEST_ONE]}, "is in FAIL_TO_PASS and in PASS_TO_PASS"),
         ({"PASS_TO_PASS": ["tests.none.Test.one"]}, "'tests.none.Test.one' is in no file of the checkout"),
         ({"runner": "nose"}, "runner is 'nose'; must be one of pytest, unittest"),
         ({"runner": "pytest"}, "must read like 'tests/test_sum.py::test_two'"),
         ({"checkout": "nowhere"}, "nowhere': there is no such folder"),
-        ({"packages": "nowhere"}, "packages = "),
         ({"protected": ["../x"]}, "protected has '../x'; must be a path relative to the repository"),
         ({"test_patch": "no patch"}, "test_patch does not apply to the checkout: error"),
-        ({"test_patch": patch_of("tests/test_prices.py", "other\n", "x\n")}, "test_patch does not apply"),
         ({"test_patch": patch_of("../x", "", "x\n")}, "test_patch"),
         ({"test_patch": patch_of("shop/current", "a\n", "x\n")}, "which is or lies behind a symbolic link"),
         ({"test_patch": LINK_OUT}, "test_patch makes a symbolic link of 'tests/link'; must make files only"),
         ({"problem_statement": "half \ud800"}, "problem_statement is 'half \\ud800'; has half a character"),
         ({"FAIL_TO_PASS": "[" * 100_000}, "; must be a list of texts, or one as JSON"),
         ({"checkout": "."}, "has the file of records in it, with the hidden tests"),
-        ({"checkout": "/"}, "has the file of records in it, with the hidden tests"),
     ],
 )
 def test_a_wrong_record_is_refused_with_its_line(folder: Path, record: CaptureSpec, changed, message) -> None:

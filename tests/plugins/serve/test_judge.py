@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forgeasync.environments import ContextFull, Turn
-from forgeasync.plugins.serve import MAX_CHARACTERS, Exchange, exchanges, judge_session, read_answer
+from forgeasync.plugins.serve import MAX_CHARACTERS, exchanges, judge_session, read_answer
 from forgeasync.testing import ScriptedAgent, scripted_turn
 
 
@@ -28,8 +28,7 @@ def test_which_replies_are_judged() -> None:
         [*shared, ours("5"), user("no"), ours("4")],
         [*shared, ours("4"), user("thanks"), theirs, user("more"), ours("?"), tool],
     ]
-    expected = [("hello", "2 + 2?"), ("5", "no"), ("4", "thanks")]
-    assert list(exchanges(branches)) == [Exchange(reply=one, next_message=other) for one, other in expected]
+    assert exchanges(branches) == [("hello", "2 + 2?"), ("5", "no"), ("4", "thanks")]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,7 @@ def test_which_answers_count(text: str, value: float | None) -> None:
     assert read_answer(text) == value
 
 
-def test_the_mean_is_over_the_replies_that_were_rated() -> None:
+def test_a_judge_rates_each_reply() -> None:
     replies = [[user(text), ours(number)] for text, number in zip("abcd", "1234", strict=True)]
     branch = [*itertools.chain.from_iterable(replies), user("e")]
 
@@ -53,12 +52,9 @@ def test_the_mean_is_over_the_replies_that_were_rated() -> None:
             return turn
 
     judge = Judge(scripted_turn("good"), scripted_turn("well"), scripted_turn("full"), scripted_turn("bad"))
-    judgement = asyncio.run(judge_session(judge, [branch]))
-    assert (judgement.value, judgement.num_judged, judgement.num_unreadable) == (0.5, 2, 2)
+    assert asyncio.run(judge_session(judge, [branch])) == [1.0, None, None, 0.0]
     assert "<reply>\n2\n</reply>\n\n<next_message>\nc\n</next_message>" in judge.heard[1][0]["content"]
-    nothing = asyncio.run(judge_session(Judge(scripted_turn("?")), [branch[:3]]))
-    assert (nothing.value, nothing.num_judged, nothing.num_unreadable) == (None, 0, 1)
-    assert asyncio.run(judge_session(Judge(), [branch[:2]])).value is None
+    assert asyncio.run(judge_session(Judge(), [branch[:2]])) == []
 
 
 def test_long_texts_are_cut_in_the_middle() -> None:
@@ -66,6 +62,4 @@ def test_long_texts_are_cut_in_the_middle() -> None:
     reply = "x" * MAX_CHARACTERS + "y" * MAX_CHARACTERS
     asyncio.run(judge_session(judge, [[user("a"), ours(reply), user("b" * 10 * MAX_CHARACTERS)]]))
     content = judge.heard[0][0]["content"]
-    assert len(content) < 2 * MAX_CHARACTERS + 1000
-    assert content.count("x") + content.count("y") - 3 * content.count("xx") < MAX_CHARACTERS
-    assert "x\n[...]\ny" in content
+    assert len(content) < 2 * MAX_CHARACTERS + 1000 and "x\n[...]\ny" in content

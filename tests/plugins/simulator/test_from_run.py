@@ -42,7 +42,7 @@ COST = engine_cost(decode_table(STEPS_S), prefill_s=PROMPT_S, **LIMITS)
 def sampled_s(groups: dict[int, tuple[int, list[int]]]) -> dict[int, float]:
     """How long one engine takes for groups that come at once: tokens of the prompt and of each response."""
     clock, ends = Clock(), dict[int, float]()
-    engine = Engine(0, COST, clock, lambda one: ends.__setitem__(one.group.group_id, clock.now_s), version=0)
+    engine = Engine(0, COST, clock, lambda one: ends.__setitem__(one.group.group_id, clock.now_s))
     for number, (num_prompt, lengths) in groups.items():
         engine.add(made_group(number, lengths, num_prompt=num_prompt).sequences)
     play(clock)
@@ -212,7 +212,6 @@ def test_the_app_writes_the_profile_and_refuses_what_is_no_run(
     assert "No such file" in capsys.readouterr().err
     for arguments, words in (
         (["--run", "run"], "needs --run with --out, or --plan"),
-        (["--config", "c"], "needs --run with --out, or --plan"),
         (["--run", "run", "--out", "p", "--config", "c"], "--config, overrides, --gpus"),
         (["--plan", "--config", "c"], "--plan: needs --config, --gpus"),
         (["--plan", "--config", "c", "--gpus", "2", "--profile", "p", "--out", "p"], "leave --plan away"),

@@ -50,9 +50,7 @@ def test_slow_generators_get_the_procs_and_a_slow_trainer_does(config: RunConfig
     assert (slow_generators.chosen.num_trainer, slow_generators.chosen.num_generating) == (1, 3)
     slow_trainer = _plan(config, simple_profile(lengths=(10.0, 30.0), decode_s=1e-4, token_s=1e-2))
     assert slow_trainer.chosen.num_trainer >= 2
-    for plan in (slow_generators, slow_trainer):
-        assert {one.num_gpus for one in plan.splits} <= set(range(2, 5))
-        assert "waits" in plan.reason
+    assert {one.num_gpus for one in slow_trainer.splits} <= set(range(2, 5))
 
 
 def test_no_split_of_the_front_is_beaten_and_the_chosen_one_is_fast_enough(config: RunConfig) -> None:
@@ -92,10 +90,20 @@ def test_what_cannot_be_planned_is_refused(overrides: list[str], source: str, pr
         _plan(minimal_config(*OVERRIDES, *overrides), profile)
 
 
-def test_runs_with_an_environment_are_refused() -> None:
-    config = load_config(CONFIGS / "game_cpu.yaml")
-    with pytest.raises(ConfigError, match="environment: must be left out: a profile has no"):
-        of_config(config, FACTS, simple_profile())
+@pytest.mark.parametrize(
+    ("name", "overrides", "problem"),
+    [
+        ("game_cpu", [], "environment: must be left out: a profile has no"),
+        (
+            "tiny_moe_cpu",
+            ["weights.interruption=drain"],
+            "weights.interruption = 'drain': must be 'in_flight'",
+        ),
+    ],
+)
+def test_runs_that_are_not_simulated_are_refused(name: str, overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        of_config(load_config(CONFIGS / f"{name}.yaml", overrides), FACTS, simple_profile())
 
 
 BIG = CONFIGS / "qwen3_30b_a3b.yaml"

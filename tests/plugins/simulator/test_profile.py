@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import statistics
 from pathlib import Path
 
 import numpy as np
@@ -35,21 +34,15 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("path", "value", "words"),
     [
         (("format_version",), 11, ["format_version = 11", "must be 12: read the run again"]),
-        (("format_version",), True, ["format_version = True", "must be 12"]),
-        (("decode", 0, "step_s", "mean"), -1.0, ["decode[0].step_s.mean = -1.0", "equal to 0"]),
         (("decode", 0, "step_s", "mean"), 99.0, ["decode[0].step_s", "mean = 99", "ascend"]),
         (("decode", 1, "num_running"), 1, ["decode: 2 points", "every pair"]),
-        (("train", 0, "cost"), 0, ["train[0].cost = 0", "greater than 0"]),
         (("train", 0, "cost"), "7", ["train[0].cost = '7'", "number"]),
         (("prefill_tokens_per_s",), {"mean": 0, "low": 0, "high": 0, "num_samples": 0}, ["more than 0"]),
         (("score_s", "quantiles"), [1.0, 0.5], ["score_s", "quantiles[0] = 1", "ascend"]),
         (("score_s", "mean", "mean"), float("nan"), ["score_s.mean.mean", "finite"]),
-        (("kv_block_tokens",), 0, ["kv_block_tokens = 0", "greater than 0"]),
         (("cores",), 1.0, ["cores = 1.0", "not permitted"]),
-        (("origin",), "guessed", ["origin = 'guessed'", "measured"]),
         (("sources",), [], ["sources: must say"]),
         (("lengths", "chain_sum", "response", "quantiles"), [0.0, 99.0], ["lengths.chain_sum", "at least 1"]),
-        (("lengths",), {}, ["lengths", "at least 1 item"]),
     ],
 )
 def test_an_impossible_number_is_refused_by_its_field(
@@ -68,24 +61,13 @@ def test_an_impossible_number_is_refused_by_its_field(
         assert word in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "3", '{"a": 1}', "[" * 10_000, None])
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', "[" * 10_000, None])
 def test_what_is_no_profile_is_refused(tmp_path: Path, text: str | None) -> None:
     file = tmp_path / "p.json"
     if text is not None:
         file.write_text(text)
     with pytest.raises(ConfigError, match=r"p\.json.*No such file" if text is None else r"p\.json"):
         read_profile(file)
-
-
-def test_the_interval_covers_the_true_mean_as_often_as_it_says() -> None:
-    rng = np.random.default_rng(0)
-    covered = 0
-    for _ in range(1_000):
-        estimate = Estimate.of((10.0 + rng.standard_normal(40)).tolist())
-        covered += estimate.low <= 10.0 <= estimate.high
-    assert 920 <= covered <= 975
-    with pytest.raises(ValueError, match="at least one"):
-        Estimate.of([])
 
 
 @given(st.lists(st.floats(min_value=0.0, max_value=1e6), min_size=1, max_size=50))
@@ -127,16 +109,7 @@ def test_a_train_step_is_fitted_by_what_it_costs() -> None:
     sizes = ((1, 500), (2, 900), (4, 4_000), (3, 1_000))
     table = _train({(rows, tokens): 0.5 + 0.045 * rows + 1e-4 * tokens for rows, tokens in sizes})
     assert (table.fixed_s, table.row_s, table.cost_s) == pytest.approx((0.5, 0.045, 1e-4))
-    assert table.largest_error < 1e-9
-
-
-def test_what_was_measured_often_counts_for_more() -> None:
-    """The mean of nine samples counts nine times as much as that of one sample."""
-    often, once = Estimate.of([1.0] * 9), Estimate.of([1.1])
-    points = [TrainPoint(num_rows=1, cost=1_000, step_s=one) for one in (often, once)]
-    # The least squares of 1 - x / 1.0, nine times, and of 1 - x / 1.1.
-    expected_s = (9.0 + 1.0 / 1.1) / (9.0 + 1.0 / 1.1**2)
-    assert TrainTable(points).step_s(1, 1_000) == pytest.approx(expected_s)
+    assert _train({(2, 1_000): 3.0}).step_s(4, 2_000) == pytest.approx(6.0), "one point is scaled by its cost"
 
 
 def test_no_part_of_a_train_step_is_negative() -> None:
@@ -147,10 +120,6 @@ def test_no_part_of_a_train_step_is_negative() -> None:
         table = _train({size: float(rng.uniform(0.5, 1.5)) for size in sizes})
         assert min(table.fixed_s, table.row_s, table.cost_s) >= 0.0
         assert table.step_s(1, 100) > 0.0
-
-
-def test_one_point_of_a_train_step_is_scaled_by_its_tokens() -> None:
-    assert _train({(2, 1_000): 3.0}).step_s(4, 2_000) == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
@@ -168,25 +137,8 @@ def test_alikeness_without_anything_to_compare() -> None:
     for groups in ([[1.0, 2.0]], [[3.0], [4.0]], [[5.0, 5.0]] * 2, [[1.0, 9.0]] * 3):
         assert fit_lengths([1.0], groups).prompt_share == 0.0
     assert fit_lengths([1.0], [[1.0, 1.0], [9.0, 9.0]]).prompt_share == 1.0
-
-
-def test_the_longest_response_of_a_batch_is_as_long_as_among_the_samples() -> None:
-    rng = random.Random(0)
-    samples = [1.0 + float(round(rng.expovariate(1 / 17))) for _ in range(4_800)]
-    fitted = fit_lengths([5.0], [samples[at : at + 8] for at in range(0, 4_800, 8)]).response
-    drawn = [[fitted.at(rng.random()) for _ in range(192)] for _ in range(400)]
-    real = [rng.choices(samples, k=192) for _ in range(400)]
-    longest = statistics.fmean(max(batch) for batch in drawn)
-    assert longest == pytest.approx(statistics.fmean(max(batch) for batch in real), rel=0.03)
-    mean = statistics.fmean(itertools.chain.from_iterable(drawn))
-    assert mean == pytest.approx(statistics.fmean(samples), rel=0.01)
-
-
-def test_the_interval_of_a_mean_length_is_that_of_groups() -> None:
-    """Eight equal responses of each prompt say no more than one of each."""
-    alike = [[float(length)] * 8 for length in (10, 20, 30)]
-    mean = fit_lengths([5.0], alike).response.mean
-    assert mean.mean == 20.0 and mean.num_samples == 3
-    assert mean.high - mean.mean == pytest.approx(1.959964 * 10.0 / 3**0.5)
-    # The mean of groups of different sizes is still that of all values.
-    assert fit_lengths([5.0], [[1.0, 1.0, 1.0], [5.0]]).response.mean.mean == 2.0
+    # Equal lengths share their middle rank: the opposite order of lengths changes nothing.
+    one, other = (
+        fit_lengths([1.0], [[x, x], [x, y], [y, 9.0]]).prompt_share for x, y in ((16.0, 12.0), (2.0, 6.0))
+    )
+    assert one == pytest.approx(other) and one > 0.0

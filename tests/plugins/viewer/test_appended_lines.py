@@ -15,7 +15,7 @@ def all_lines(file: AppendedLines) -> list[bytes]:
     """Everything up to the end of the file as it is, the first reading included."""
     found: list[bytes] = []
     while (piece := file.read()) is not None:
-        found = ([] if piece.is_anew else found) + piece.lines()
+        found = ([] if piece.is_restart else found) + piece.lines()
     return found
 
 
@@ -33,7 +33,7 @@ def test_whatever_is_there_at_a_time_the_lines_come_whole_once_and_in_order(
     for size in (*sorted(cut % (len(whole) + 1) for cut in cuts), len(whole)):
         path.write_bytes(whole[:size]) if not path.exists() else append(path, whole[:size])
         while (piece := reader.read()) is not None:
-            assert not piece.is_anew
+            assert not piece.is_restart
             assert whole[piece.start :].startswith(piece.data)
             found += piece.lines()
         assert found == whole[:size].split(b"\n")[:-1]
@@ -81,7 +81,7 @@ def test_a_file_that_is_another_one_now_is_read_anew(
     assert all_lines(reader) == before
     change(path, b"".join(line + b"\n" for line in after))
     piece = reader.read()
-    assert piece is not None and piece.is_anew and piece.start == 0
+    assert piece is not None and piece.is_restart and piece.start == 0
     assert piece.lines() == after and reader.read() is None
 
 
@@ -89,19 +89,10 @@ def test_a_line_that_is_too_long_is_passed_over_and_counted(tmp_path: Path) -> N
     path = tmp_path / "file.jsonl"
     path.write_bytes(b"one\n" + b"x" * 100 + b"\ntwo\nthree")
     reader = AppendedLines(path, piece_bytes=4, max_line_bytes=16)
-    lines, num_overlong = [], 0
+    lines, num_too_long = [], 0
     while (piece := reader.read()) is not None:
         lines += piece.lines()
-        num_overlong += piece.num_overlong
-    assert (lines, num_overlong) == ([b"one", b"two"], 1)
+        num_too_long += piece.num_too_long
+    assert (lines, num_too_long) == ([b"one", b"two"], 1)
     append(path, path.read_bytes() + b"\n")
     assert all_lines(reader) == [b"three"]
-
-
-def test_a_folder_in_place_of_the_file_is_a_problem_in_words_and_no_file_is_none(tmp_path: Path) -> None:
-    (tmp_path / "file.jsonl").mkdir()
-    reader = AppendedLines(tmp_path / "file.jsonl")
-    assert reader.read() is None
-    assert reader.problem == "file.jsonl cannot be read: Is a directory"
-    none = AppendedLines(tmp_path / "none.jsonl")
-    assert (none.read(), none.problem) == (None, None)

@@ -135,21 +135,6 @@ def test_texts_of_models_are_text(browser: Browser, served: Served) -> None:
         assert "taken over" not in browser.run("return document.title")
 
 
-def test_the_overview_has_the_newest_values_with_their_meanings(browser: Browser, served: Served) -> None:
-    visit(browser, served.address, "overview")
-    tiles = each(browser, ".tile", "[one.innerText.replace(/\\s/g, ''), one.title]")
-    # 1 / 61 at the last of 60 steps; the second run has the same metrics.
-    found = [title for text, title in tiles if text == "0.01639grad_norm"]
-    assert len(found) == 2 and all("gradient" in title for title in found)
-
-
-def test_the_versions_of_a_rollout_are_said_in_words(browser: Browser, served: Served) -> None:
-    visit(browser, served.address, "rollout?run=0&number=39")
-    # Of step 10, which trained version 9.
-    versions = "version 8: 3 tokens, age 1; version 9: 1 token, age 0"
-    assert f"one swap of weights while it was sampled. {versions}" in browser.text()
-
-
 @pytest.mark.parametrize("width", [1280, 400])
 def test_tokens_are_read_with_keys_and_without_colours(browser: Browser, served: Served, width: int) -> None:
     browser.resize(width)
@@ -180,14 +165,6 @@ def test_tokens_are_read_with_keys_and_without_colours(browser: Browser, served:
     assert browser.run("return document.documentElement.scrollWidth") <= width
     assert browser.complaints() == []
     browser.resize(1280)
-
-
-def test_the_worst_tokens_lead_to_their_rollouts(browser: Browser, served: Served) -> None:
-    visit(browser, served.address, "rollouts?run=1&step=2")
-    assert each(browser, "a", "one.getAttribute('href')").count("#/rollout?run=1&number=0") == 3
-    assert HOSTILE in browser.text()
-    visit(browser, served.address, "rollouts?run=0&step=2")
-    assert "the run has no tokens.jsonl" in browser.text()
 
 
 def test_everything_can_be_done_with_keys(browser: Browser, served: Served) -> None:

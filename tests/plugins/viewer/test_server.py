@@ -52,12 +52,12 @@ async def test_every_question_is_answered(runs: list[RunReader]) -> None:
     assert answers["settings"]["differing"]["lr"] == ["(not there)", "(not there)", "3"]
     assert answers["settings"]["all"]["lr"] == [None, None, "3"]
     assert answers["lanes"]["lanes"] == [], "the run has no traces"
-    assert [one["fate"] for one in answers["group"]["lives"]] == ["skipped", "undone"]
+    assert [one["fate"] for one in answers["group"]["histories"]] == ["skipped", "undone"]
     assert answers["group"]["task_id"] == "sums/1"
     assert [one["fate"] for one in answers["group"]["attempts"]] == ["dropped", "undone", "skipped"]
     assert (answers["groups"]["num_groups"], len(answers["groups"]["groups"])) == (2, 2)
     assert answers["rollouts"]["num_rollouts"] == 4
-    events = answers["group"]["lives"][1]["events"]
+    events = answers["group"]["histories"][1]["events"]
     assert [one["what"] for one in events] == ["submitted", "started", "sampled", "scored", "ended", "undone"]
 
 
@@ -68,7 +68,7 @@ async def test_pages_of_groups_follow_each_other(runs: list[RunReader]) -> None:
         for skip in (0, 4, 8):
             answer = await (await client.get(f"/api/groups?skip={skip}&limit=4")).json()
             assert answer["num_groups"] == 10
-            assert set(re.findall(r"\blife\.(\w+)", script)) <= answer["groups"][0].keys() | {"events"}
+            assert set(re.findall(r"\bgroup\.(\w+)", script)) <= answer["groups"][0].keys() | {"events"}
             found += [one["group"] for one in answer["groups"]]
     assert found == list(range(9, -1, -1))
 

@@ -1,7 +1,6 @@
 """What the viewer reads of tokens.jsonl and answers; the page is in test_page.py."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,22 +97,3 @@ def test_of_lines_that_come_twice_the_newer_one_counts_and_damaged_ones_are_coun
     assert run.problems == ["tokens.jsonl: 2 damaged lines were left out"]
     assert tokens(run)["pieces"] == ["new"]
     assert len(worst(run, 2)["worst"]) == 3
-
-
-@pytest.mark.parametrize(
-    "change", [lambda text: b"x" * len(text), lambda text: text.replace(b'"step": 2', b'"step": 3')]
-)
-def test_values_of_an_overwritten_file_are_gone(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
-    run = make(tmp_path, tokens_of(2, 2, 1, PIECES), WORST)
-    file = run.run_dir.tokens
-    file.write_bytes(change(file.read_bytes()))
-    with pytest.raises(ValueError, match=r"tokens\.jsonl has changed"):
-        run.tokens.worst(2)
-
-
-def test_a_file_that_was_cut_is_read_anew(tmp_path: Path) -> None:
-    run = make(tmp_path, tokens_of(2, 2, 1, PIECES), WORST)
-    run.run_dir.tokens.write_text(json.dumps(worst_of(1, [(0, 0, 0)], "y")) + "\n")
-    run.read_all()
-    assert worst(run, 2)["problem"] == "tokens.jsonl has no values of step 2"
-    assert len(worst(run, 1)["worst"]) == 1

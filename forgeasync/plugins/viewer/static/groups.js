@@ -1,4 +1,4 @@
-// The table of groups, and the life of one.
+// The table of groups, and the history of one.
 
 import { ask } from "./api.js";
 import { duration, fate, FATE_MARKS, fill, h, link, number, runChoice, table } from "./dom.js";
@@ -10,11 +10,11 @@ const PAGE = 50;
 const PHASES = { submitted: ["queued", "waits to start"], started: ["sampling", "is sampled"],
   sampled: ["scoring", "is scored"], scored: ["waiting", "waits for the trainer"], restored: ["waiting", "waits for the trainer"] };
 
-const eventOf = (life, names) => life.events.find((one) => names.includes(one.what));
+const eventOf = (group, names) => group.events.find((one) => names.includes(one.what));
 
-function age(life) {
-  const begin = eventOf(life, ["started", "restored"]);
-  return life.step === null || !begin ? "-" : number(life.step - 1 - begin.num_steps_made);
+function age(group) {
+  const begin = eventOf(group, ["started", "restored"]);
+  return group.step === null || !begin ? "-" : number(group.step - 1 - begin.num_steps_made);
 }
 
 export async function groups(root, state, go) {
@@ -41,12 +41,12 @@ export async function groups(root, state, go) {
 }
 
 function groupPage(answer, given, run, skip) {
-  const rows = answer.groups.map((life) => {
-    const begin = eventOf(life, ["started", "restored"]);
+  const rows = answer.groups.map((group) => {
+    const begin = eventOf(group, ["started", "restored"]);
     return [
-      link("group", { run, group: life.group }, String(life.group)), String(life.prompt), number(life.attempt),
-      fate(life.fate, life.reason), life.is_resubmitted ? "yes" : "", life.step === null ? "-" : number(life.step),
-      begin ? number(begin.num_steps_made) : "-", age(life), duration(begin?.about_s ?? null),
+      link("group", { run, group: group.group }, String(group.group)), String(group.prompt), number(group.attempt),
+      fate(group.fate, group.reason), group.is_resubmitted ? "yes" : "", group.step === null ? "-" : number(group.step),
+      begin ? number(begin.num_steps_made) : "-", age(group), duration(begin?.about_s ?? null),
     ];
   });
   const names = ["group", "prompt", "lost before", "fate", "comes again", "step", "started after step", "versions made since", "start time"];
@@ -60,41 +60,41 @@ function groupPage(answer, given, run, skip) {
 }
 
 // Places on the track: seconds where all events have them, else lines of the ledger.
-function track(life) {
-  const hasTimes = life.events.every((one) => one.about_s !== null);
+function track(group) {
+  const hasTimes = group.events.every((one) => one.about_s !== null);
   const place = (one) => (hasTimes ? one.about_s : one.line);
-  const parts = life.events.slice(0, -1).map((one, i) => {
+  const parts = group.events.slice(0, -1).map((one, i) => {
     const [kind, words] = PHASES[one.what] ?? ["queued", one.what];
-    const length = place(life.events[i + 1]) - place(one);
+    const length = place(group.events[i + 1]) - place(one);
     const shown = hasTimes ? duration(length) : `${number(length)} lines`;
     const part = h("div", { class: `p-${kind}`, title: `${words}: ${shown}` }, h("span", {}, `${words} ${shown}`));
     part.style.flexGrow = Math.max(length, 1e-3);
     part.style.flexBasis = "0";
     return part;
   });
-  const said = life.events.map((one) => one.what).join(", then ");
+  const said = group.events.map((one) => one.what).join(", then ");
   return h("div", { class: "life" },
     parts.length > 0 && h("div", { class: "track", role: "img", "aria-label": said }, parts),
     h("p", { class: "small soft" }, hasTimes ? "Lengths are times on the run's clock, accurate to one step." : "Lengths are lines of the ledger: not all events have a time yet."));
 }
 
-function lifePanel(life, isNewest) {
-  const rows = life.events.map((one, i) => {
-    const before = life.events[i - 1];
+function historyPanel(group, isNewest) {
+  const rows = group.events.map((one, i) => {
+    const before = group.events[i - 1];
     const passed = before && one.about_s !== null && before.about_s !== null ? duration(one.about_s - before.about_s) : "-";
     return [one.what, number(one.num_steps_made), duration(one.about_s), passed, number(one.line)];
   });
   return h("section", {},
-    h("h3", {}, isNewest ? "" : "Undone by a resumption: ", fate(life.fate, life.reason),
-      life.step !== null && ` in step ${number(life.step)}`, life.is_resubmitted && ", its prompt comes again"),
-    track(life),
+    h("h3", {}, isNewest ? "" : "Undone by a resumption: ", fate(group.fate, group.reason),
+      group.step !== null && ` in step ${number(group.step)}`, group.is_resubmitted && ", its prompt comes again"),
+    track(group),
     table(["event", "steps made by then", "time", "since the previous event", "line of ledger.jsonl"], rows));
 }
 
 export async function group(root, state) {
   const run = state.parameters.run ?? 0;
   const answer = await ask("group", { run, group: state.parameters.group });
-  const newest = answer.lives[0];
+  const newest = answer.histories[0];
   const others = answer.attempts.filter((one) => one.group !== answer.group);
   fill(root, 
     h("h2", {}, `Group ${answer.group}`),
@@ -107,7 +107,7 @@ export async function group(root, state) {
       newest?.step != null && [h("dt", {}, "trained"), h("dd", {}, `by step ${newest.step}, on weights of version ${newest.step - 1}; a token's age is that less its own version`)],
       others.length > 0 && [h("dt", {}, "other attempts"), h("dd", {}, others.map((one, i) =>
         [i ? ", " : "", link("group", { run, group: one.group }, `group ${one.group}`), ` (${one.fate})`]))]),
-    answer.lives.map((life, i) => lifePanel(life, i === 0)),
+    answer.histories.map((group, i) => historyPanel(group, i === 0)),
     h("h3", {}, "Rollouts"),
     answer.num_rollouts === 0
       ? h("p", { class: "soft" }, "None of its rollouts is in rollouts.jsonl: a run writes logging.rollouts_per_step of each step.")
