@@ -7,6 +7,8 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Coroutine, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from forgeasync.buffer import Batch
@@ -34,16 +36,19 @@ from forgeasync.observability import (
     close_trace,
     closing_lines,
     configure_controller_logging,
+    describe_error,
     doing,
     open_trace,
+    root_cause,
     separate_native_output,
     started,
 )
 from forgeasync.planning import pair_cost
-from forgeasync.rollouts import Group
+from forgeasync.rollouts import Group, OperatorTrace
 from forgeasync.runtime import GroupEpisodes, Minibatches, ProcessManager
 from forgeasync.scoring import GroupFiltering
 from forgeasync.trainer import BadStepMonitor, assign_rows, split_by_groups, training_items
+from forgeasync.waiting import deadline
 
 T = TypeVar("T")
 
@@ -278,9 +283,13 @@ async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -
         except BaseException as error:
             if run is not None:
                 console.phase("saving the newest weights")
-                words = await save_newest_weights(run, run_dir, error)
-                log.line(words)
-                add_closing_message(words)
+                words = [await save_newest_weights(run, run_dir, error)]
+                file = OperatorTrace.file(run_dir.bad_steps.resolve(), run.version)
+                if "MismatchTooLarge" in str(root_cause(error)) and file.exists():
+                    words.append(await _first_different_operator(run, file))
+                for line in words:
+                    log.line(line)
+                    add_closing_message(line)
             raise
         finally:
             console.phase("ending all processes")
@@ -288,3 +297,19 @@ async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -
             close_trace()
         for line in (*recorder.verdict(), *closing_lines(run_dir)):
             console.message(line)
+
+
+async def _first_different_operator(run: RunLoops, file: Path) -> str:
+    """Have a generator compare its operators with those in the trainer's trace; return what it found.
+
+    Does not raise an ``Exception``. Generators with other weights refuse.
+    """
+    limit_s, problem = run.config.timeouts.generate_s, "there is none"
+    for replica in run.generators.pool.replicas:
+        compare = replica.actor.first_different_operator.call_one
+        try:
+            async with deadline(limit_s, call="comparing operators", key="timeouts.generate_s"):
+                return await replica.call(partial(compare, file))
+        except Exception as error:
+            problem = describe_error(error)
+    return f"no generator could say which operator differs ({problem}); the trainer's are in {file}"

@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request
 
 from forgeasync.config import Colocated, GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.generator.in_flight_recorder import PART_ARGUMENT, TURN_ARGUMENT, InFlightRecorder
@@ -56,7 +57,7 @@ from forgeasync.generator.workarounds.vllm_process import (
     rotate_in_torch,
 )
 from forgeasync.observability import State, doing
-from forgeasync.rollouts import CaptureSpec, FinishReason, LoggedTurn, Rollout
+from forgeasync.rollouts import CaptureSpec, FinishReason, LoggedTurn, OperatorTrace, Rollout
 
 R = TypeVar("R")
 
@@ -436,6 +437,24 @@ class GeneratorEngine:
         """
         return await self._client.between_steps(function, needs_drain=needs_drain)
 
+    async def first_different_operator(self, file: Path) -> str:
+        """Compute the last token of a trace (``OperatorTrace``) alone; name the first operator that differs.
+
+        Running requests end as with ``abort_and_resume`` (CPU engines only).
+
+        Raises:
+            ValueError: The engine has another version than the trace.
+        """
+        trace = await asyncio.to_thread(OperatorTrace.read, file)
+
+        def prefill(core: EngineCore) -> str:
+            if (version := core.get_weight_version()) != str(trace.version):
+                raise ValueError(f"the engine has version {version}; must be {trace.version}")
+            self._client.end_requests(core, scheduler_of(core).requests)
+            return trace.compare(_operators(core, trace))
+
+        return await self._client.between_steps(prefill)
+
     async def sleep(self) -> None:
         """Take the weights and the KV cache off the GPU until ``wake``; sequences and updates wait."""
         await self._client.fall_asleep()
@@ -469,3 +488,18 @@ class GeneratorEngine:
 
     def shutdown(self) -> None:
         self._llm.shutdown()
+
+
+def _operators(core: EngineCore, trace: OperatorTrace) -> dict[str, np.ndarray]:
+    """Prefill the tokens of a trace (engine thread, without other requests); return the engine's vectors."""
+    core.collective_rpc("watch_operators", args=(list(trace.vectors),))
+    params = SamplingParams(max_tokens=1, skip_reading_prefix_cache=True)
+    hasher = core.request_block_hasher
+    core.add_request(Request("operators", trace.token_ids_S.tolist(), params, None, block_hasher=hasher))
+    try:
+        # Also the step that forgets the finished request.
+        while scheduler_of(core).has_requests():
+            core.step_fn()
+    finally:
+        seen: list[dict[str, np.ndarray]] = core.collective_rpc("operators_seen")
+    return seen[0]

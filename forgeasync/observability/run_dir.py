@@ -14,7 +14,8 @@ runs/<name>-<time>/
     tokens.jsonl     values of every token of these, and the worst tokens of each step (docs/viewer.md)
     serving.json     where people are served, with the token if the run has made one; for its owner only
     artifacts/       files that these episodes have kept
-    bad_steps/       batches of steps that were not made because something was not finite, or far too large
+    bad_steps/       batches of steps that were not made because something was not finite, or far too large;
+                     what operators computed for a token that differs, with fidelity: bitwise
     payloads/        finished groups that no checkpoint has, for a run that is resumed
     checkpoints/     what a later run resumes from or samples with
     logs/            output of the controller's libraries and of every process, and what each did when

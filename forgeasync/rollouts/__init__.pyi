@@ -82,6 +82,7 @@ from .token_records import CaptureSpec as CaptureSpec
 from .token_records import KeptTokens as KeptTokens
 from .token_records import NO_DISTRIBUTION as NO_DISTRIBUTION
 from .token_records import NO_RECORD as NO_RECORD
+from .token_records import OperatorTrace as OperatorTrace
 from .token_records import RecordError as RecordError
 from .token_records import all_kept as all_kept
 from .token_records import check_rollout as check_rollout

@@ -1,14 +1,16 @@
 """Records of routed experts and kept sets that the generator makes for each token, with their checks.
 
 ``RoutedExperts`` has the experts that each token was routed to (for Keep Routing). ``KeptTokens`` has the
-tokens that could have been drawn at each step (for Keep Sampling Mask).
+tokens that could have been drawn at each step (for Keep Sampling Mask). ``OperatorTrace`` has what operators
+computed, for a token whose log-probability differs between trainer and generator.
 
 Shape suffixes: S tokens of one sequence, R those of them with a routing record, M MoE layers, K top-k;
 T response tokens, N kept ids of all of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -318,3 +320,51 @@ def _check_range(field: str, what: str, ids: np.ndarray, num_ids: int) -> None:
     if lowest < 0 or highest >= num_ids:
         value = lowest if lowest < 0 else highest
         raise RecordError(field, f"{what} id {value}", f"must lie in [0, {num_ids})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTrace:
+    """Vectors that a forward pass has for the last of some tokens, one after each operator."""
+
+    version: int
+    """Policy version of the weights."""
+    token_ids_S: np.ndarray
+    logprob: float
+    """Log-probability of the next token, as recorded by the generator."""
+    vectors: Mapping[str, np.ndarray]
+    """Vectors in the order of computation, by the names of vLLM's modules."""
+
+    @staticmethod
+    def file(folder: Path, version: int) -> Path:
+        """Return the file of a version's trace in ``folder``, the run's folder of bad steps."""
+        return folder / f"operators-of-version-{version:08d}.npz"
+
+    def write(self, folder: Path) -> None:
+        """Write the trace to its file, which ``numpy.load`` reads.
+
+        Raises:
+            OSError: The disk is full or fails.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        facts = {name: getattr(self, name) for name in ("version", "token_ids_S", "logprob")}
+        np.savez(self.file(folder, self.version), allow_pickle=False, **facts, **self.vectors)
+
+    @classmethod
+    def read(cls, file: Path) -> "OperatorTrace":
+        """Read a trace from its file."""
+        with np.load(file) as arrays:
+            version, token_ids_S, logprob, *_ = (arrays[name] for name in arrays.files)
+            vectors = {name: arrays[name] for name in arrays.files[3:]}
+        return cls(version=int(version), token_ids_S=token_ids_S, logprob=float(logprob), vectors=vectors)
+
+    def compare(self, found: Mapping[str, np.ndarray]) -> str:
+        """Name the first operator for which ``found`` has other bits; operators that it lacks are skipped."""
+        common = [name for name in self.vectors if name in found]
+        for name in common:
+            if self.vectors[name].tobytes() != found[name].tobytes():
+                largest = float(np.abs(self.vectors[name] - found[name]).max())
+                return f"the first operator that differs is {name} (largest difference {largest:.1g})"
+        return (
+            f"none of {len(common)} operators differs in a prefill of the token's input: "
+            "the decode, the batch or the sampler did"
+        )

@@ -522,6 +522,11 @@ class GeneratorActor(Actor):
         return await self._reexecution.run(version, requests)
 
     @concurrent_endpoint
+    async def first_different_operator(self, file: Path) -> str:
+        """Name the first operator that differs between a trainer's trace in ``file`` and this engine."""
+        return await self._engine.first_different_operator(file)
+
+    @concurrent_endpoint
     async def parameters(self) -> list[dict[str, torch.Tensor]]:
         """Return copies of every worker's parameters, to compare with the trainer's (CPU engines only)."""
         return await self._engine.parameters()

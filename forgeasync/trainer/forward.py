@@ -122,6 +122,26 @@ class RowForward:
         """Return float32 [T], over the row's kept sets, with gradients. Call it inside ``replay``."""
         return self.predictions(row, with_entropies=False).logprobs_T
 
+    @torch.no_grad()
+    def trace(self, row: PackedRow, target: int) -> dict[str, np.ndarray]:
+        """Return the vectors of ``GeneratorForward`` for one target (``OperatorTrace``); collective."""
+        forward, only = self._generator_forward, slice(target, target + 1)
+        assert forward is not None
+        row = dataclasses.replace(
+            row,
+            places_T=row.places_T[only],
+            target_ids_T=row.target_ids_T[only],
+            kept_tokens=row.kept_tokens.slice(target, target + 1),
+        )
+        vectors: dict[str, np.ndarray] = {}
+        forward.vectors = vectors
+        try:
+            with self.replay(row):
+                self.logprobs(row)
+        finally:
+            forward.vectors = None
+        return vectors
+
     def predictions(
         self, row: PackedRow, *, with_entropies: bool = True, extra_ids_TK: np.ndarray | None = None
     ) -> Predictions:

@@ -19,6 +19,7 @@ other.
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ from forgeasync.models import DEVICE_TYPE, LOGITS_CHUNK_TOKENS, linear_by_blocks
 from forgeasync.trainer.logprobs import Predictions, Targets, VocabularySlice, cut_away
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.workarounds.attention import tree_metadata
+
+Found = TypeVar("Found", torch.Tensor, tuple[torch.Tensor, ...])
 
 KV_BLOCK_TOKENS = 128
 """Tokens of a block of vLLM's KV cache on CPUs."""
@@ -70,13 +73,18 @@ class GeneratorForward:
         current_platform.import_kernels()
         self._facts = facts
         self._isa = "vec" if facts.head_dim % 32 == 0 else "vec16"
-        for layer in model.layers.values():
-            layer.forward = partial(self._layer, layer, layer.forward)
+        self.vectors: dict[str, np.ndarray] | None = None
+        """Set to {} to trace a row with one target: vectors of its input after each operator, by the names of
+        vLLM's modules."""
+        for key, layer in model.layers.items():
+            layer.forward = partial(self._layer, f"model.layers.{key}", layer, layer.forward)
         model.norm.forward = partial(self._norm, model.norm, model.norm.forward)
         model.lm_head.forward = partial(self._head, model.lm_head, model.lm_head.forward)
 
     def begin(self, row: PackedRow) -> None:
         """Prepare for a row: the keys that each of its segments sees."""
+        if self.vectors is not None:
+            self._place = int(row.places_T[0])
         metadata = tree_metadata(row.visible_until_L)
         assert metadata.key_places_K is not None
         self._key_places_P = metadata.key_places_K
@@ -92,8 +100,18 @@ class GeneratorForward:
         self._slots_P = first_blocks_S.repeat_interleave(self._num_keys_S) * KV_BLOCK_TOKENS + within_P
         self._positions_L = torch.from_numpy(row.positions_L.astype(np.int64))
 
+    def _note(self, name: str, found: Found) -> Found:
+        """Return what an operator returns; with tracing, keep the vector of the traced place."""
+        if self.vectors is not None:
+            parts = found if isinstance(found, tuple) else (found,)
+            # Copied, because the rotary embedding overwrites its input. A head has the only target.
+            rows = [one[min(self._place, len(one) - 1)].flatten() for one in parts]
+            self.vectors[name] = torch.cat(rows).numpy()
+        return found
+
     def _layer(
         self,
+        name: str,
         layer: TransformerBlock,
         own: Callable[..., torch.Tensor],
         x_BLD: torch.Tensor,
@@ -102,20 +120,25 @@ class GeneratorForward:
         own_BLD = own(x_BLD, *arguments)
         with torch.no_grad():
             x_LD = x_BLD[0]
-            x_LD = self._attention(layer, _normalized(layer.attention_norm, x_LD)) + x_LD
-            inner_LD = _normalized(layer.ffn_norm, x_LD)
-            network = self._experts if getattr(layer, "moe_enabled", False) else _feed_forward
-            value_LD = network(layer, inner_LD) + x_LD
+            if name == "model.layers.0":
+                self._note("model.embed_tokens", x_LD)
+            inner_LD = self._note(f"{name}.input_layernorm", _normalized(layer.attention_norm, x_LD))
+            x_LD = self._attention(f"{name}.self_attn", layer, inner_LD) + x_LD
+            inner_LD = self._note(f"{name}.post_attention_layernorm", _normalized(layer.ffn_norm, x_LD))
+            network = self._experts if getattr(layer, "moe_enabled", False) else self._feed_forward
+            value_LD = network(f"{name}.mlp", layer, inner_LD) + x_LD
         return _WithValue.apply(own_BLD, value_LD[None])
 
-    def _attention(self, layer: TransformerBlock, x_LD: torch.Tensor) -> torch.Tensor:
+    def _attention(self, name: str, layer: TransformerBlock, x_LD: torch.Tensor) -> torch.Tensor:
         attention, head_dim = layer.attention, self._facts.head_dim
         qkv, length = attention.qkv_linear, len(x_LD)
         parts = (qkv.wq, qkv.wk, qkv.wv)
         found = _merged(x_LD, [part.weight for part in parts], [part.bias for part in parts])
+        self._note(f"{name}.qkv_proj", found)
         q_LNH, k_LNH, v_LNH = (part.reshape(length, -1, head_dim) for part in found)
         if attention.q_norm is not None:
-            q_LNH, k_LNH = _normalized(attention.q_norm, q_LNH), _normalized(attention.k_norm, k_LNH)
+            q_LNH = self._note(f"{name}.q_norm", _normalized(attention.q_norm, q_LNH))
+            k_LNH = self._note(f"{name}.k_norm", _normalized(attention.k_norm, k_LNH))
         q_LNH, k_LNH = q_LNH.contiguous(), k_LNH.contiguous()
         ops.rotary_embedding(
             self._positions_L,
@@ -125,7 +148,9 @@ class GeneratorForward:
             _cosines_and_sines(attention.rope.cache),
             True,
         )
-        return linear_by_blocks(self._attend(q_LNH, k_LNH, v_LNH), attention.wo.weight, attention.wo.bias)
+        self._note(f"{name}.rotary_emb", (q_LNH, k_LNH))
+        x_LD = self._note(f"{name}.attn", self._attend(q_LNH, k_LNH, v_LNH))
+        return self._note(f"{name}.o_proj", linear_by_blocks(x_LD, attention.wo.weight, attention.wo.bias))
 
     def _attend(self, q_LNH: torch.Tensor, k_LNH: torch.Tensor, v_LNH: torch.Tensor) -> torch.Tensor:
         """Return [L, N * H]. Each segment is a request whose keys are those of its path."""
@@ -171,9 +196,9 @@ class GeneratorForward:
         )
         return out_LNH.flatten(1)
 
-    def _experts(self, layer: TransformerBlock, x_LD: torch.Tensor) -> torch.Tensor:
+    def _experts(self, name: str, layer: TransformerBlock, x_LD: torch.Tensor) -> torch.Tensor:
         router, experts = layer.moe.router, layer.moe.routed_experts.inner_experts
-        logits_LE = linear_by_blocks(x_LD, router.gate.weight)
+        logits_LE = self._note(f"{name}.gate", linear_by_blocks(x_LD, router.gate.weight))
         ids_LK = logits_LE.topk(self._facts.top_k, dim=-1, sorted=False).indices
         if router.replayed_BLK is not None:
             recorded_LK = router.replayed_BLK[0]
@@ -197,13 +222,21 @@ class GeneratorForward:
             "silu",
             "vec",
         )
-        return out_LD
+        return self._note(f"{name}.experts", out_LD)
+
+    def _feed_forward(self, name: str, layer: TransformerBlock, x_LD: torch.Tensor) -> torch.Tensor:
+        network = layer.feed_forward
+        found = _merged(x_LD, [network.w1.weight, network.w3.weight], [None, None])
+        gate_LF, up_LF = self._note(f"{name}.gate_up_proj", found)
+        x_LF = self._note(f"{name}.act_fn", F.silu(gate_LF) * up_LF)
+        return self._note(f"{name}.down_proj", linear_by_blocks(x_LF, network.w2.weight))
 
     def _norm(
         self, norm: torch.nn.RMSNorm, own: Callable[..., torch.Tensor], x_BLD: torch.Tensor
     ) -> torch.Tensor:
         with torch.no_grad():
             value_BLD = _normalized(norm, x_BLD)
+            self._note("model.norm", value_BLD[0])
         return _WithValue.apply(own(x_BLD), value_BLD)
 
     def _head(
@@ -218,12 +251,13 @@ class GeneratorForward:
         found = own(hidden_TD, targets, temperature, with_entropies)
         with torch.no_grad():
             weight_VD = F.pad(head.weight, (0, 0, 0, -len(head.weight) % VOCABULARY_ALIGNMENT))
-            values = [
-                _logprobs(linear_by_blocks(hidden, weight_VD)[:, : len(head.weight)], part, temperature)
-                for hidden, part in zip(
-                    hidden_TD.split(LOGITS_CHUNK_TOKENS), targets.chunks(LOGITS_CHUNK_TOKENS), strict=True
-                )
-            ]
+            values = []
+            for hidden, part in zip(
+                hidden_TD.split(LOGITS_CHUNK_TOKENS), targets.chunks(LOGITS_CHUNK_TOKENS), strict=True
+            ):
+                logits_TV = linear_by_blocks(hidden, weight_VD)[:, : len(head.weight)]
+                self._note("lm_head", logits_TV)
+                values.append(_logprobs(logits_TV, part, temperature))
         logprobs_T = _WithValue.apply(found.logprobs_T, torch.cat(values))
         return found._replace(logprobs_T=logprobs_T)
 
@@ -242,12 +276,6 @@ def _merged(
     given = [bias for bias in biases if bias is not None]
     merged = linear_by_blocks(x_LD, torch.cat(weights), torch.cat(given) if given else None)
     return merged.split([len(weight) for weight in weights], dim=-1)
-
-
-def _feed_forward(layer: TransformerBlock, x_LD: torch.Tensor) -> torch.Tensor:
-    network = layer.feed_forward
-    gate_LF, up_LF = _merged(x_LD, [network.w1.weight, network.w3.weight], [None, None])
-    return linear_by_blocks(F.silu(gate_LF) * up_LF, network.w2.weight)
 
 
 def _cosines_and_sines(cache: torch.Tensor) -> torch.Tensor:

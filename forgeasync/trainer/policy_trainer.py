@@ -8,6 +8,7 @@ Shape suffixes: L packed row length, T its targets (the response tokens trained 
 """
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from torchtitan.distributed import utils as dist_utils
 from forgeasync.algorithms import RowTokens, means_of_taught
 from forgeasync.config import OnBadStep, RouterBias
 from forgeasync.models import DEVICE_TYPE
+from forgeasync.rollouts import OperatorTrace
 from forgeasync.trainer import hf_checkpoint
 from forgeasync.trainer.forward import (
     ReferenceLogprobs,
@@ -57,6 +59,8 @@ from forgeasync.trainer.step_sums import Probe, StepSums
 from forgeasync.trainer.token_collector import ReplayedDecisions, TokenCollector
 from forgeasync.weights import NamedWeight
 
+logger = logging.getLogger(__name__)
+
 
 class PolicyTrainer:
     """Trains a policy on packed rows, and writes its weights and checkpoints."""
@@ -74,6 +78,7 @@ class PolicyTrainer:
         loss = self._loss = setup.loss
         self._max_token_age = setup.max_token_age
         self._is_bitwise = setup.is_bitwise
+        self._bad_steps = setup.bad_steps
         dims = self._parallel_dims = build_parallel_dims(section, world_size=dist.get_world_size())
         self.model = build_parallel_model(facts, section, parallel_dims=dims, lora=lora, seed=setup.seed)
         if setup.checkpoint is not None:
@@ -291,15 +296,46 @@ class PolicyTrainer:
         )
 
     def _require_equal_bits(self, rows: Sequence[PackedRow], values: Sequence[RowValues]) -> None:
-        found = []
+        own_row, target, text = rows[0], None, None
         for row, (index, _, inputs, _) in zip(rows, values, strict=True):
             logprobs_T = inputs["the log-probability"]
             assert logprobs_T is not None
-            found.append(describe_difference(row, logprobs_T, index=index))
-        problem = agree_on_problem(next((text for text in found if text is not None), None))
+            if (found := describe_difference(row, logprobs_T, index=index)) is not None:
+                own_row, (target, text) = row, found
+                break
+        problem = agree_on_problem(text)
         if problem is not None:
             self._optimizer.zero_grad()
+            self._write_trace(own_row, target if text == problem else None)
             raise MismatchTooLarge(f"step {self.policy_version + 1}: {problem}")
+
+    def _write_trace(self, row: PackedRow, target: int | None) -> None:
+        """Write the vectors of a target of one rank's row to the folder of bad steps; collective.
+
+        The other ranks compute any row.
+        """
+        if self._bad_steps is None:
+            return
+        try:
+            if target is None:
+                with torch.no_grad():
+                    self.logprobs(row)
+                return
+            vectors = self._forward.trace(row, target)
+            place = row.places_T[target]
+            is_seen_L = row.visible_until_L[: place + 1] > place
+            OperatorTrace(
+                version=self.policy_version,
+                token_ids_S=row.token_ids_L[: place + 1][is_seen_L],
+                logprob=float(row.behavior_logprobs_T[target]),
+                vectors=vectors,
+            ).write(self._bad_steps)
+        except Exception:
+            # The difference itself matters more.
+            logger.warning("there is no trace of the operators", exc_info=True)
+        finally:
+            # The first error of any rank ends the run, and the file is read then.
+            dist.barrier()
 
     def _accumulate_gradients(
         self,

@@ -230,10 +230,11 @@ def describe_fresh_mismatch(metrics: Mapping[str, float], largest: float, *, ste
     )
 
 
-def describe_difference(row: PackedRow, logprobs_T: torch.Tensor, *, index: int) -> str | None:
-    """Describe the first token of row ``index`` with another log-probability than the generator's.
+def describe_difference(row: PackedRow, logprobs_T: torch.Tensor, *, index: int) -> tuple[int, str] | None:
+    """Describe the first target of row ``index`` with another log-probability than the generator's.
 
-    Only tokens sampled under the weights being trained are compared. None if there is none.
+    Only tokens sampled under the weights being trained are compared. Returns the target with its description,
+    or None if there is none.
     """
     differs_T = is_fresh(row) & (logprobs_T.cpu().numpy() != row.behavior_logprobs_T)
     if not differs_T.any():
@@ -247,7 +248,7 @@ def describe_difference(row: PackedRow, logprobs_T: torch.Tensor, *, index: int)
     position = int(row.positions_L[row.places_T[first]]) + 1
     token = f"token {row.target_ids_T[first]} at position {position} of {name}"
     given, computed = float(row.behavior_logprobs_T[first]), float(logprobs_T[first])
-    return (
+    return first, (
         f"fidelity = 'bitwise', but the log-probability of {token}, sampled under the weights that train, is "
         f"{given!r} in the generator and {computed!r} in the trainer; {differs_T.sum()} tokens of the row "
         "differ; the step was not made"

@@ -1,5 +1,6 @@
 """Generator and trainer agree: with replay, as measured by benchmarks/mismatch.py, and bit for bit."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -7,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from forgeasync.algorithms import RowTokens
 from forgeasync.rollouts import Response, Task
 from forgeasync.testing import train_three_steps, write_tiny_model
+from forgeasync.training import TrainingFailed
 
 pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
@@ -84,3 +88,33 @@ def test_bitwise_runs_learn_without_a_difference(tmp_path: Path, max_off_policy_
     assert {step[name] for step in steps if name in step} == {0.0}
     if max_off_policy_steps == 0:
         assert {step["mismatch/logprob_abs_max"] for step in steps} == {0.0}
+
+
+def change_experts(row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A loss that changes the trainer's second layer of experts, in the last bit, from the next row on."""
+    kernels = sys.modules.get("vllm._custom_ops")
+    # The controller, which tries the function, does not have them.
+    if kernels is not None and not hasattr(kernels, "is_changed"):
+        kernel, layers = kernels.cpu_fused_moe, itertools.cycle((0, 1))
+
+        def changed(out: torch.Tensor, *arguments: object) -> None:
+            kernel(out, *arguments)
+            if next(layers):
+                out.copy_(out.nextafter(torch.tensor(torch.inf)))
+
+        vars(kernels).update(cpu_fused_moe=changed, is_changed=True)
+    return -row.log_ratios() * row.advantages_T, {}
+
+
+def test_a_run_that_ends_with_a_difference_names_the_operator(tmp_path: Path) -> None:
+    overrides = {
+        "fidelity": "bitwise",
+        "generator.batch_invariant": True,
+        "generator.num_replicas": 2,
+        "trainer.parallel.expert": 1,
+    }
+    with pytest.raises(TrainingFailed) as failed:
+        train_three_steps(tmp_path, overrides, reward=num_digits, objective=change_experts)
+    words = str(failed.value)
+    assert "MismatchTooLarge" in words and "log-probability of token" in words, words
+    assert "; the first operator that differs is model.layers.1.mlp.experts (largest" in words, words

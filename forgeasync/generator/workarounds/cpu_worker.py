@@ -8,8 +8,11 @@ bitwise batch invariance, which only oneDNN's kernels have. Can go when ``worker
 MoE models on the CPU build.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import vllm._custom_ops as vllm_ops
 from vllm.model_executor.layers import utils as vllm_layers
@@ -162,6 +165,33 @@ class UpdatableCPUWorker(CPUWorker):
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Do nothing: see ``sleep``."""
+
+    def watch_operators(self, names: Collection[str]) -> None:
+        """Keep the last row of what the modules of these names return (``lm_head``: the logits)."""
+        self._seen: dict[str, np.ndarray] = {}
+        self._hooks = []
+        names_of: dict[torch.nn.Module, list[str]] = {}
+        # All layers share a rotary embedding.
+        for name, module in self.model_runner.get_model().named_modules(remove_duplicate=False):
+            if (name := "lm_head" if name == "logits_processor" else name) in names:
+                names_of.setdefault(module, []).append(name)
+        for module, in_turn in names_of.items():
+            turns = itertools.cycle(in_turn)
+
+            def keep(_: torch.nn.Module, given: Any, found: Any, turns: Iterator[str] = turns) -> None:
+                name = next(turns)
+                parts = found if isinstance(found, tuple) else (found,)
+                # Norms also return the residual, and linear layers their bias.
+                used = parts if name.endswith("rotary_emb") else parts[:1]
+                self._seen[name] = torch.cat([one[-1].flatten() for one in used]).numpy()
+
+            self._hooks.append(module.register_forward_hook(keep))
+
+    def operators_seen(self) -> dict[str, np.ndarray]:
+        """Return what ``watch_operators`` has kept of the last forward pass, and end it."""
+        for hook in self._hooks:
+            hook.remove()
+        return self._seen
 
     def copy_parameters(self) -> dict[str, torch.Tensor]:
         """Return copies of the live parameters, with experts unpacked."""
