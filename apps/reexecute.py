@@ -52,7 +52,7 @@ async def reexecute(plan: Reexecution) -> str | None:
             if different:
                 return f"version {version}: group of draw {different[0].draw_id}: {different[0]}"
             groups = plan.batch(step)
-            if plan.config.environment is None and (words := await score_again(fleet, groups)) is not None:
+            if plan.scores_again and (words := await score_again(fleet, groups)) is not None:
                 return f"step {step.step}: {words}"
             items = training_items(groups, step.weights, plan.config.algorithm)
             result = await fleet.train(items)

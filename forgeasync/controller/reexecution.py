@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from forgeasync.checkpoints import list_checkpoints, step_of
-from forgeasync.config import RunConfig, load_config
+from forgeasync.config import JudgeReward, RunConfig, load_config, named_sources
 from forgeasync.controller.starting import Fleet
 from forgeasync.environments import response_of, sampling_seed
 from forgeasync.generator import TokenDifference
@@ -47,6 +47,12 @@ class Reexecution:
     """Groups of all steps by draw."""
     other_machine: str | None
     """Processor of the run's machine, if this one has another."""
+
+    @property
+    def scores_again(self) -> bool:
+        """Whether scores follow from responses. An environment's and a judge's are taken from the record."""
+        rewards = [reward for source in named_sources(self.config.data) for reward in source.rewards]
+        return self.config.environment is None and not any(isinstance(one, JudgeReward) for one in rewards)
 
     @property
     def num_not_sampled(self) -> int:
