@@ -25,9 +25,9 @@ other rooms can see."""
 
 MAX_CODE = {
     "algorithms": 1025,
-    "buffer": 2050,
+    "buffer": 2035,
     "config": 2661,
-    "controller": 4079,
+    "controller": 4067,
     "environments": 6835,
     "generator": 3115,
     "isolation": 2495,
@@ -35,7 +35,7 @@ MAX_CODE = {
     "observability": 2747,
     "planning": 2351,
     "plugins": 5094,
-    "rollouts": 2200,
+    "rollouts": 2202,
     "runtime": 6765,
     "scoring": 2565,
     "trainer": 3959,

@@ -44,7 +44,7 @@ from forgeasync.buffer.prompts import (
 from forgeasync.buffer.ready_groups import BatchLine, Deadlines, known_reference, reference_version
 from forgeasync.buffer.restoring import BatchReplayPlan
 from forgeasync.config import AccountingPolicy, AccountingSection, AgeOf, BufferSection, StaleGroups
-from forgeasync.rollouts import Group, GroupProgress, Score, SpilledGroup, Task, steps_of
+from forgeasync.rollouts import Group, GroupProgress, Score, SpilledGroup, Task
 from forgeasync.waiting import Monitor
 
 TRAINER_WAITS_SHARE = 0.05
@@ -176,13 +176,7 @@ class Entry:
         """Complete the group. The rollouts at the indices ``kept`` train, with these rewards and scores."""
         assert self.sampled is not None and self.group is None, "finished, and scored once"
         assert kept and len(kept) == len(rewards) and (scores is None or len(scores) == len(kept))
-        self.group = dataclasses.replace(
-            self.sampled,
-            rollouts=tuple(self.sampled.rollouts[index] for index in kept),
-            rewards=tuple(rewards),
-            scores=None if scores is None else tuple(scores),
-            steps=None if scores is None else steps_of(scores),
-        )
+        self.group = self.sampled.trained(rewards, kept, scores)
 
     @property
     def lengths(self) -> tuple[int, ...] | None:

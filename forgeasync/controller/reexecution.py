@@ -7,7 +7,7 @@ config. apps/reexecute.py has the loop over the steps.
 import asyncio
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from forgeasync.rollouts import (
     decode_rollout,
     file_name,
     read_spilled,
-    steps_of,
 )
 from forgeasync.runtime import Unscored
 from forgeasync.schema import ConfigError, Problem, raise_if_any
@@ -66,17 +65,8 @@ class Reexecution:
 
     def batch(self, step: RecordedStep) -> list[Group]:
         """Return the groups of a step with the rollouts and rewards that trained."""
-        return [_trained_group(self.groups[draw]) for draw in step.draws]
-
-
-def _trained_group(one: SpilledGroup) -> Group:
-    return replace(
-        one.group,
-        rollouts=tuple(one.group.rollouts[index] for index in one.kept),
-        rewards=one.rewards,
-        scores=one.scores,
-        steps=steps_of(one.scores),
-    )
+        groups = (self.groups[draw] for draw in step.draws)
+        return [one.group.trained(one.rewards, one.kept, one.scores) for one in groups]
 
 
 def plan_reexecution(
@@ -142,16 +132,19 @@ def _checkpoint(config: RunConfig, run_dir: RunDir, step: int) -> Path:
 def _read_groups(run_dir: RunDir, steps: Iterable[RecordedStep]) -> Iterator[tuple[int, SpilledGroup]]:
     for step in steps:
         for draw in step.draws:
-            file = run_dir.payloads / file_name(draw)
-            try:
-                yield draw, read_spilled(file)
-            except FileNotFoundError:
-                remedy = f"{file} is missing: step {step.step} trained on it"
-                raise ConfigError([Problem(field="RUN", value=str(run_dir.path), remedy=remedy)]) from None
-            except SpilledGroupTorn as error:
-                raise ConfigError(
-                    [Problem(field="RUN", value=str(run_dir.path), remedy=str(error))]
-                ) from None
+            yield draw, _read_group(run_dir, draw, missing=f"step {step.step} trained on it")
+
+
+def _read_group(run_dir: RunDir, draw: int, *, missing: str) -> SpilledGroup:
+    """Read a group of a run; ``missing`` is added to the error if it has no file."""
+    file = run_dir.payloads / file_name(draw)
+    try:
+        return read_spilled(file)
+    except FileNotFoundError:
+        remedy = f"{file} is missing: {missing}"
+    except SpilledGroupTorn as error:
+        remedy = str(error)
+    raise ConfigError([Problem(field="RUN", value=str(run_dir.path), remedy=remedy)])
 
 
 def _settings(config: RunConfig, run: Path) -> Iterator[str]:
@@ -228,10 +221,7 @@ def describe_token(run: Path, token: str) -> list[str]:
     if match is None:
         raise ConfigError([Problem(field="--token", value=token, remedy="must be DRAW/ROLLOUT/POSITION")])
     draw, episode, position = map(int, match.groups())
-    file = run_dir.payloads / file_name(draw)
-    if not file.exists():
-        raise ConfigError([Problem(field="--token", value=token, remedy=f"the run has no {file}")])
-    one = read_spilled(file)
+    one = _read_group(run_dir, draw, missing=f"--token = {token!r} names it")
     rollouts = {rollout.episode: rollout for rollout in one.group.rollouts if not rollout.agent}
     if episode not in rollouts or position >= (branch := rollouts[episode].branches[0]).num_response_tokens:
         remedy = f"has no such token; the group's rollouts are {sorted(rollouts)}"

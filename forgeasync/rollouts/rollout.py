@@ -8,14 +8,14 @@ Shape suffixes: T tokens of one response, P tokens of its prompt.
 
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
 
 from forgeasync.config import Ending
-from forgeasync.rollouts.score import Score, Step, Task
+from forgeasync.rollouts.score import Score, Step, Task, steps_of
 from forgeasync.rollouts.token_records import KeptTokens, RoutedExperts
 
 
@@ -242,6 +242,18 @@ class Group:
     """Rewards of each rollout's steps; None if the scorer gave none."""
     durations_ms: tuple[int, ...] | None = None
     """Duration of each rollout's episode in milliseconds; None if the rollouts are responses."""
+
+    def trained(
+        self, rewards: Sequence[float], kept: Sequence[int], scores: Sequence[Score] | None
+    ) -> "Group":
+        """Return the group with only the rollouts at the indices ``kept``, with their rewards and scores."""
+        return replace(
+            self,
+            rollouts=tuple(self.rollouts[index] for index in kept),
+            rewards=tuple(rewards),
+            scores=None if scores is None else tuple(scores),
+            steps=None if scores is None else steps_of(scores),
+        )
 
     @property
     def num_payload_bytes(self) -> int:
