@@ -131,8 +131,14 @@ def make_rows(
     """Pack groups as the trainer of a run does."""
     sequences = [one for group in groups for one in group]
     lengths = [one.num_tokens for one in sequences]
-    prompts = [(number, len(one.prompt_ids_P)) for number, group in enumerate(groups) for one in group]
-    plan = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=1, prompts=prompts if share else None)
+    prefixes = []
+    for number, group in enumerate(groups):
+        for index, one in enumerate(group):
+            # The second branch of an episode samples nothing that both have.
+            prompt, common = len(one.prompt_ids_P), int(group[index | 1].is_sampled_T.argmax())
+            prefixes.append([(number, prompt), ((number, index // 2), prompt + common)])
+    known = prefixes if share else None
+    plan = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=1, prefixes=known)
     return [pack_row([sequences[index] for index in row], share_prefixes=share) for (row,) in plan]
 
 

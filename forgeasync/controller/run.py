@@ -187,6 +187,7 @@ class RunLoops(ABC):
                 tokens_per_row=trainer.tokens_per_row,
                 num_ranks=self.trainer.num_data_ranks,
                 share_prefixes=trainer.shares_prefixes,
+                routing_replay=trainer.routing_replay,
                 pair_cost=pair_cost(self.prepared.facts),
             )
             for of_step in split_by_groups(items, batch.groups, trainer.steps_per_batch)

@@ -495,6 +495,7 @@ class Fleet:
             tokens_per_row=trainer.tokens_per_row,
             num_ranks=self.trainer.num_data_ranks,
             share_prefixes=trainer.shares_prefixes,
+            routing_replay=trainer.routing_replay,
             pair_cost=pair_cost(self._prepared.facts),
         )
         self._num_steps += 1

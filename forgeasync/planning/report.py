@@ -59,7 +59,7 @@ from forgeasync.planning.parameters import (
 )
 from forgeasync.planning.trainer_memory import trainer_memory
 from forgeasync.planning.weight_times import weight_times
-from forgeasync.rollouts import Prompt, num_row_tokens, plan_rows
+from forgeasync.rollouts import Prefixes, num_row_tokens, plan_rows
 
 GPUS_OF_HOST = 8
 """Assumed GPUs per host, for a config that names no hosts and needs more than one."""
@@ -252,10 +252,10 @@ def _steps(config: RunConfig, facts: ModelFacts) -> list[Row]:
     context, row_length = config.model.max_context_length, config.trainer.tokens_per_row
     rollouts = algorithm.group_size * algorithm.groups_per_step
     ranks = parallel.data_replicate * parallel.data_shard
-    lengths, prompts = [context] * rollouts, None
+    lengths, prefixes = [context] * rollouts, None
     if config.trainer.shares_prefixes:
-        prompts = [(index // algorithm.group_size, longest_prompt(config)) for index in range(rollouts)]
-    plan = plan_rows(lengths, tokens_per_row=row_length, num_ranks=ranks, prompts=prompts)
+        prefixes = [[(index // algorithm.group_size, longest_prompt(config))] for index in range(rollouts)]
+    plan = plan_rows(lengths, tokens_per_row=row_length, num_ranks=ranks, prefixes=prefixes)
     rows = [row for microbatch in plan for row in microbatch if row]
     held = int(config.generator.kv_cache_gib * 2**30) // kv_bytes_per_token(config, facts)
     groups = f"{algorithm.groups_per_step} groups of {algorithm.group_size}"
@@ -271,7 +271,7 @@ def _steps(config: RunConfig, facts: ModelFacts) -> list[Row]:
         ("learning rate", f"{optimizer.learning_rate:g}", reached),
         ("rollouts per step", f"{rollouts:,}", groups),
         ("tokens per step", f"<= {rollouts * context:,}", f"if every one has {context:,} tokens"),
-        *([] if prompts is None else [_computed(rows, lengths, prompts)]),
+        *([] if prefixes is None else [_computed(rows, lengths, prefixes)]),
         ("rows per step", f"<= {len(rows):,}", f"of {row_length:,} tokens; {len(plan)} a data-parallel rank"),
         (
             "KV cache holds",
@@ -282,9 +282,9 @@ def _steps(config: RunConfig, facts: ModelFacts) -> list[Row]:
     ]
 
 
-def _computed(rows: Sequence[Sequence[int]], lengths: Sequence[int], prompts: Sequence[Prompt]) -> Row:
-    num = sum(num_row_tokens(row, lengths, prompts) for row in rows)
-    (_, prompt), share = prompts[0], num / sum(lengths)
+def _computed(rows: Sequence[Sequence[int]], lengths: Sequence[int], prefixes: Sequence[Prefixes]) -> Row:
+    num = sum(num_row_tokens(row, lengths, prefixes) for row in rows)
+    ((_, prompt),), share = prefixes[0], num / sum(lengths)
     how = f"a row has a prompt of {prompt:,} tokens once" if prompt else "prompts of episodes may be short"
     return ("computed tokens", f"<= {num:,}", f"{share:.1%} of these: {how} (trainer.share_prefixes)")
 

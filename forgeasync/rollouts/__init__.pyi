@@ -104,7 +104,7 @@ from .trajectory import SampledTurn as SampledTurn
 from .trajectory import Trajectory as Trajectory
 from .trajectory import branches as branches
 from .trajectory import padded_length as padded_length
-from .trajectory import Prompt as Prompt
+from .trajectory import Prefixes as Prefixes
 from .trajectory import num_row_tokens as num_row_tokens
 from .trajectory import plan_rows as plan_rows
 from .trajectory import row_cost as row_cost

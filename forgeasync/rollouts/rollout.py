@@ -97,6 +97,9 @@ class Rollout:
     """Whether each response token was sampled by the model, bool; None if all were."""
     request_spans: tuple[RequestSpan, ...] = ()
     """Requests that sampled the tokens, in order."""
+    forks: tuple[tuple[int, int], ...] = ()
+    """Turns of the branch after which others part from it, in order: the index of the branch with which the
+    turn trains, and the number of tokens up to its end."""
 
     @property
     def num_response_tokens(self) -> int:
@@ -159,6 +162,8 @@ class StoredBranch:
     text: str
     request_spans: tuple[RequestSpan, ...] = ()
     """Requests that sampled the tokens, in order."""
+    forks: tuple[tuple[int, int], ...] = ()
+    """See ``Rollout.forks``."""
 
     @property
     def num_tokens(self) -> int:

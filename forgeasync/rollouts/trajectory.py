@@ -21,6 +21,7 @@ Shape suffixes: T tokens of one request's output, or of the response of a branch
 them with a routing record, M MoE layers, K top-k.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -246,6 +247,8 @@ class Branch:
     """All turns of the path."""
     num_turns_before: int
     """Number of initial turns that train with another branch. They are part of this branch's prompt."""
+    forks: tuple[tuple[int, int], ...]
+    """See ``Rollout.forks``."""
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -301,6 +304,7 @@ class Branch:
             kept_tokens=None if kept is None else concatenate_kept_tokens(kept),
             is_sampled_T=None if is_sampled_T.all() else is_sampled_T,
             request_spans=tuple(requests),
+            forks=self.forks,
         )
 
     def _routed_experts(self) -> RoutedExperts | None:
@@ -324,16 +328,18 @@ def branches(turns: Sequence[Trajectory]) -> tuple[Branch, ...]:
     branch that contains it.
     """
     sampled = [turn for turn in turns if turn._parts]
-    followed = {id(turn._before) for turn in sampled}
-    trained: set[int] = set()
-    found = []
+    num_followers = Counter(id(turn._before) for turn in sampled)
+    trained_with: dict[int, int] = {}
+    found: list[Branch] = []
     for leaf in sampled:
-        if id(leaf) in followed:
+        if id(leaf) in num_followers:
             continue
         path = leaf.turns
-        num_before = sum(id(turn) in trained for turn in path)
-        trained.update(map(id, path))
-        found.append(Branch(turns=path, num_turns_before=num_before))
+        num_before = sum(id(turn) in trained_with for turn in path)
+        for turn in path:
+            trained_with.setdefault(id(turn), len(found))
+        forks = tuple((trained_with[id(x)], x.num_tokens) for x in path if num_followers[id(x)] > 1)
+        found.append(Branch(turns=path, num_turns_before=num_before, forks=forks))
     return tuple(found)
 
 
@@ -365,8 +371,11 @@ def padded_length(num_tokens: int) -> int:
     return max(1, -(-num_tokens // ROW_ALIGNMENT)) * ROW_ALIGNMENT
 
 
-Prompt = tuple[Hashable, int]
-"""Key of a prompt, which is equal where prompts and their records are, and its number of tokens."""
+Prefixes = Sequence[tuple[Hashable, int]]
+"""Prefixes of a sequence that others may have too, shortest first: a key and the number of tokens.
+
+Keys are equal where tokens and their records are. Sequences with a common key have equal prefixes before it.
+"""
 
 
 def plan_rows(
@@ -374,7 +383,7 @@ def plan_rows(
     *,
     tokens_per_row: int,
     num_ranks: int,
-    prompts: Sequence[Prompt] | None = None,
+    prefixes: Sequence[Prefixes] | None = None,
     pair_cost: float = 0.0,
 ) -> list[list[list[int]]]:
     """Assign sequences to rows and rows to ranks. ``plan[microbatch][rank]`` lists indices of sequences.
@@ -383,9 +392,9 @@ def plan_rows(
     for it. The number of rows is the smallest multiple of ``num_ranks`` with which this succeeds. Every rank
     gets the same number of microbatches. Ranks wait for the costliest row of a microbatch, so its rows have
     similar costs, and if ranks would wait less with rows of similar numbers of tokens, those are used.
-    Deterministic, and depends on lengths and prompts alone.
+    Deterministic, and depends on lengths and prefixes alone.
 
-    With ``prompts``, the prompt of each sequence, a row has every prompt once, and sequences with one prompt
+    With the ``prefixes`` of each sequence, a row has every prefix once, and sequences with a common prefix
     are assigned together: as many as fit in half a row, or in a whole one if ranks wait less then.
 
     Raises:
@@ -398,12 +407,13 @@ def plan_rows(
             )
 
     def cost_of(row: Sequence[int]) -> float:
-        return row_cost(row, lengths, prompts, pair_cost=pair_cost)
+        return row_cost(row, lengths, prefixes, pair_cost=pair_cost)
 
+    prefixes = [()] * len(lengths) if prefixes is None else prefixes
     choices = []
     for most in (tokens_per_row // 2, tokens_per_row):
-        bundles = _bundles(lengths, prompts, most)
-        sizes = [num_row_tokens(bundle, lengths, prompts) for bundle in bundles]
+        bundles = _bundles(range(len(lengths)), lengths, prefixes, most)
+        sizes = [num_row_tokens(bundle, lengths, prefixes) for bundle in bundles]
         choices += [(bundles, sizes, loads) for loads in ([cost_of(bundle) for bundle in bundles], sizes)]
     num_microbatches = max(1, -(-min(sum(sizes) for _, sizes, _ in choices) // (tokens_per_row * num_ranks)))
     plans: list[list[list[list[int]]]] = []
@@ -418,13 +428,13 @@ def plan_rows(
     return min(plans, key=lambda plan: sum(cost_of(rows[0]) for rows in plan))
 
 
-def num_row_tokens(row: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt] | None) -> int:
-    """Return the tokens of a row of ``plan_rows``, which has every prompt once."""
-    return int(row_cost(row, lengths, prompts, pair_cost=0.0))
+def num_row_tokens(row: Sequence[int], lengths: Sequence[int], prefixes: Sequence[Prefixes] | None) -> int:
+    """Return the tokens of a row of ``plan_rows``, which has every prefix once."""
+    return int(row_cost(row, lengths, prefixes, pair_cost=0.0))
 
 
 def row_cost(
-    row: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt] | None, *, pair_cost: float
+    row: Sequence[int], lengths: Sequence[int], prefixes: Sequence[Prefixes] | None, *, pair_cost: float
 ) -> float:
     """Return the cost of a row of ``plan_rows``: its tokens, and ``pair_cost`` for each that a token sees.
 
@@ -434,28 +444,36 @@ def row_cost(
     def of_first(num_tokens: int) -> float:
         return num_tokens + pair_cost * (num_tokens * (num_tokens + 1) // 2)
 
-    if prompts is None:
-        return sum(of_first(lengths[index]) for index in row)
-    of_prompts = dict(prompts[index] for index in row)
-    own = sum(of_first(lengths[index]) - of_first(prompts[index][1]) for index in row)
-    return own + sum(map(of_first, of_prompts.values()))
+    own, of_parts = 0.0, dict[Hashable, float]()
+    for index in row:
+        before = 0.0
+        for key, num_tokens in () if prefixes is None else prefixes[index]:
+            of_parts[key] = of_first(num_tokens) - before
+            before = of_first(num_tokens)
+        own += of_first(lengths[index]) - before
+    return own + sum(of_parts.values())
 
 
-def _bundles(lengths: Sequence[int], prompts: Sequence[Prompt] | None, most: int) -> list[list[int]]:
-    """Return sequences with one prompt together, in bundles of at most ``most`` tokens if possible."""
-    if prompts is None:
-        return [[index] for index in range(len(lengths))]
-    by_prompt: dict[Hashable, list[int]] = {}
-    for index, (key, _) in enumerate(prompts):
-        by_prompt.setdefault(key, []).append(index)
+def _bundles(
+    indices: Sequence[int], lengths: Sequence[int], prefixes: Sequence[Prefixes], most: int, depth: int = 0
+) -> list[list[int]]:
+    """Return sequences with common prefixes together, in bundles of at most ``most`` tokens if possible.
+
+    The first ``depth`` prefixes of the sequences are equal.
+    """
+    alike: dict[Hashable, list[int]] = {}
+    for index in indices:
+        path = prefixes[index]
+        alike.setdefault(path[depth] if depth < len(path) else index, []).append(index)
     bundles = []
-    for indices in by_prompt.values():
+    for these in alike.values():
+        parts = [these] if len(these) == 1 else _bundles(these, lengths, prefixes, most, depth + 1)
         bundle: list[int] = []
-        for index in sorted(indices, key=lambda index: (-lengths[index], index)):
-            if bundle and num_row_tokens([*bundle, index], lengths, prompts) > most:
+        for part in sorted(parts, key=lambda part: (-max(lengths[index] for index in part), part)):
+            if bundle and num_row_tokens([*bundle, *part], lengths, prefixes) > most:
                 bundles.append(bundle)
                 bundle = []
-            bundle.append(index)
+            bundle = [*bundle, *part]
         bundles.append(bundle)
     return bundles
 

@@ -167,6 +167,7 @@ def _stored_branch(branch: Rollout, prompt: PayloadRef, response: PayloadRef) ->
         version_spans=branch.version_spans,
         text=branch.text,
         request_spans=branch.request_spans,
+        forks=branch.forks,
     )
 
 

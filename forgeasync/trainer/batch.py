@@ -23,6 +23,7 @@ from forgeasync.rollouts import (
     NO_RECORD,
     BranchKey,
     Group,
+    Prefixes,
     RolloutKey,
     Score,
     StoredBranch,
@@ -223,6 +224,8 @@ class TrainingItem:
     """Weight of the branch in the batch's loss (rollout accounting)."""
     source: Source | None = None
     """Source of the tokens in reports; None if single tokens are not reported."""
+    prefixes: Prefixes = ()
+    """Its prompt, and what other branches of the rollout begin with too."""
 
     @property
     def num_tokens(self) -> int:
@@ -281,10 +284,23 @@ def items_of(
     """Return one item for each branch of a rollout; all have its advantages."""
     return [
         TrainingItem(
-            generator_rank=rollout.generator_rank, branch=branch, advantages=advantages, weight=weight
+            generator_rank=rollout.generator_rank,
+            branch=branch,
+            advantages=advantages,
+            weight=weight,
+            prefixes=_prefixes(branch, rollout.branches),
         )
         for branch in rollout.branches
     ]
+
+
+def _prefixes(branch: StoredBranch, branches: Sequence[StoredBranch]) -> Prefixes:
+    # All branches with a turn begin with the prompt of the one that trains it. Branches with equal prompts,
+    # recorded experts included, refer to the same payload.
+    first = branches[branch.forks[0][0]] if branch.forks else branch
+    prompts = [(one.prompt.payload_id, one.num_prompt_tokens) for one in (first, branch)]
+    forks = [((branches[index].response.payload_id, num), num) for index, num in branch.forks]
+    return sorted(dict.fromkeys([*forks, *prompts]), key=lambda prefix: prefix[1])
 
 
 def split_by_groups(
@@ -310,21 +326,20 @@ def assign_rows(
     num_ranks: int,
     pair_cost: float,
     share_prefixes: bool = False,
+    routing_replay: RoutingReplay = RoutingReplay.ALL,
 ) -> list[list[list[TrainingItem]]]:
     """Return the items of each row, ``[rank][microbatch]``, with the same number of microbatches per rank.
 
     ``pair_cost`` is the work for a pair of a query and a key, relative to the other work on a token
     (``rollouts.row_cost``).
     """
-    prompts = None
-    if share_prefixes:
-        # Branches with equal prompts, recorded experts included, refer to the same payload.
-        prompts = [(item.branch.prompt.payload_id, item.branch.num_prompt_tokens) for item in items]
+    # If only responses have records, those of a turn differ between the branch that trains it and others.
+    num_shared = 1 if routing_replay is RoutingReplay.RESPONSE else None
     plan = plan_rows(
         [item.num_tokens for item in items],
         tokens_per_row=tokens_per_row,
         num_ranks=num_ranks,
-        prompts=prompts,
+        prefixes=[item.prefixes[:num_shared] for item in items] if share_prefixes else None,
         pair_cost=pair_cost,
     )
     return [[[items[index] for index in rows[rank]] for rows in plan] for rank in range(num_ranks)]

@@ -42,7 +42,8 @@ def _long(length: int, context: int) -> tuple[str, ...]:
 
 
 def _dense(parallel: str) -> Case:
-    changes = ("trainer.routing_replay=off", f"trainer.parallel={{{parallel}}}")
+    shares = f"trainer.share_prefixes={'context' not in parallel}"
+    changes = ("trainer.routing_replay=off", f"trainer.parallel={{{parallel}}}", shares)
     return Case(config="qwen3_30b_a3b", overrides=changes, facts=asdict(QWEN3_32B))
 
 
@@ -53,7 +54,8 @@ CASES = {
         config="qwen3_30b_a3b", overrides=(*_long(32768, 2), "trainer.parallel.tensor=2")
     ),
     "30b-selective-ac": Case(
-        config="qwen3_30b_a3b", overrides=("trainer.activation_checkpointing=selective",)
+        config="qwen3_30b_a3b",
+        overrides=("trainer.activation_checkpointing=selective", "trainer.share_prefixes=false"),
     ),
     "235b": Case(config="qwen3_235b_a22b"),
     "8b": Case(config="qwen3_8b"),

@@ -165,6 +165,7 @@ def Rollout(
     kept_tokens=...,
     is_sampled_T=...,
     request_spans=...,
+    forks=...,
 ): ...
 def RowTokens(
     *,

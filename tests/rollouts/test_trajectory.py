@@ -2,9 +2,12 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +16,8 @@ from forgeasync.rollouts import (
     NO_RECORD,
     FinishReason,
     KeptTokens,
+    PayloadReader,
+    PayloadWriter,
     Rollout,
     SampledTokens,
     Trajectory,
@@ -21,8 +26,20 @@ from forgeasync.rollouts import (
     check_kept_tokens,
     decode_rollout,
     encode_group,
+    num_row_tokens,
 )
-from forgeasync.trainer import TokenPlaces, TrainingItem, pack_row, training_sequence, whole_response
+from forgeasync.runtime import SampledRollout, store_group
+from forgeasync.trainer import (
+    TokenPlaces,
+    TrainingItem,
+    TrainingSequence,
+    assign_rows,
+    items_of,
+    pack_row,
+    training_sequence,
+    whole_response,
+)
+from tests.support.payloads import HOST, MIB
 from tests.support.rollouts import make_stored_rollout
 
 NUM_EXPERTS, NUM_LAYERS, TOP_K, VOCABULARY = 300, 2, 3, 50
@@ -216,6 +233,80 @@ def test_each_sampled_token_trains_once_with_what_was_first_computed(seed: int, 
         offset = end
     assert found == row.places_T.tolist() and row.kept_tokens.num_tokens == len(found)
     assert sorted(trained) == sorted(id(token) for played in of_episodes for token in played.sampled)
+
+
+def in_rows(
+    of_episodes: Sequence[Played], folder: Path, replay: RoutingReplay, tokens_per_row: int
+) -> tuple[list[TrainingItem], list[int]]:
+    """The items of a group, and the tokens that each of its rows has."""
+    rollouts = [
+        SampledRollout(branches=tuple(one.rollouts), finish_reason=FinishReason.STOP, episode=index)
+        for index, one in enumerate(of_episodes)
+    ]
+    stored = store_group(PayloadWriter(folder, HOST, MIB), rollouts, group_id=0, generator_rank=0)
+    assert isinstance(stored, tuple)
+    items = [item for one in stored for item in items_of(one, whole_response(1.0), weight=1.0)]
+    reader = PayloadReader(HOST)
+
+    def sequence(item: TrainingItem) -> TrainingSequence:
+        trace = decode_rollout(reader.read(item.branch.prompt), reader.read(item.branch.response))
+        return training_sequence(
+            item,
+            trace,
+            trained_version=100,
+            routing_replay=replay,
+            keep_sampling_mask=True,
+            places=TokenPlaces(None),
+        )
+
+    (rows,) = assign_rows(
+        items,
+        tokens_per_row=tokens_per_row,
+        num_ranks=1,
+        pair_cost=0.0,
+        share_prefixes=True,
+        routing_replay=replay,
+    )
+    packed = [pack_row([sequence(item) for item in row], share_prefixes=True) for row in rows]
+    return items, [int((row.num_uses_L > 0).sum()) for row in packed]
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 2**31), script=scripts, replay=st.sampled_from(RoutingReplay))
+def test_what_branches_have_in_common_is_planned_for(
+    seed: int, script: list[Turn], replay: RoutingReplay, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    of_episodes = (play(seed, script), play(seed + 1, script))
+    paths = [path for played in of_episodes for path in played.paths]
+    folder, longest = tmp_path_factory.mktemp("payloads"), max(map(len, paths))
+    items, num_tokens = in_rows(of_episodes, folder, replay, longest + longest // 2)
+    assert max(num_tokens) <= longest + longest // 2, "rows are never longer than allowed"
+    lengths, prefixes = map(len, paths), [item.prefixes for item in items]
+    planned = num_row_tokens(range(len(items)), list(lengths), prefixes)
+    assert planned == len({id(token) for path in paths for token in path})
+
+
+def test_branches_of_an_episode_share_a_row(tmp_path: Path) -> None:
+    """Two episodes of 60 tokens, after which branches of given tokens and 2 more part."""
+    last = dataclasses.replace(FIRST, after=0, requests=(2,))
+    of_episodes = [
+        play(
+            seed,
+            [
+                FIRST,
+                dataclasses.replace(last, num_given=one),
+                dataclasses.replace(last, num_given=other, after=1),
+            ],
+        )
+        for seed, (one, other) in enumerate([(10, 7), (9, 0)])
+    ]
+    _, num_tokens = in_rows(of_episodes, tmp_path, RoutingReplay.ALL, 150)
+    # By length alone, 72 and 62 tokens would share a row, and 71 and 69.
+    assert num_tokens == [60 + 12 + 9, 60 + 11 + 2]
+
+
+FIRST = Turn(after=100, num_given=49, requests=(10,), swap_before=False, swap_after=None)
+"""With one token more that is given at a root."""
 
 
 def test_a_turn_that_was_given_up_is_on_no_branch() -> None:

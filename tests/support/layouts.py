@@ -67,6 +67,8 @@ class Case:
         options = {
             "temperature": 0.9,
             "tokens_per_row": self.tokens_per_row,
+            # test_shared_prefixes.py has rows of trees under layouts.
+            "share_prefixes": False,
             "activation_checkpointing": self.checkpointing,
             "compile": self.compile,
             "cpu_offload": self.cpu_offload,

@@ -153,14 +153,26 @@ def test_long_ones_first_into_the_emptiest_row() -> None:
 
 def test_sequences_with_one_prompt_are_planned_together() -> None:
     """Three sequences with a prompt of 6 tokens take 6 + 3 + 2 + 1."""
-    prompts = [("a", 6), ("b", 2), ("a", 6), ("c", 1), ("a", 6)]
+    prefixes = [[("a", 6)], [("b", 2)], [("a", 6)], [("c", 1)], [("a", 6)]]
     lengths = [8, 5, 7, 4, 9]
-    assert plan_rows(lengths, tokens_per_row=40, num_ranks=1, prompts=prompts) == [[[4, 0, 2, 1, 3]]]
-    assert num_row_tokens([4, 0, 2, 1, 3], lengths, prompts) == 6 + 3 + 2 + 1 + 5 + 4
+    assert plan_rows(lengths, tokens_per_row=40, num_ranks=1, prefixes=prefixes) == [[[4, 0, 2, 1, 3]]]
+    assert num_row_tokens([4, 0, 2, 1, 3], lengths, prefixes) == 6 + 3 + 2 + 1 + 5 + 4
     # In two rows they take 12 and 5 + 4; a bundle of half a row would have one of them.
-    assert plan_rows(lengths, tokens_per_row=20, num_ranks=1, prompts=prompts) == [[[4, 0, 2]], [[1, 3]]]
+    assert plan_rows(lengths, tokens_per_row=20, num_ranks=1, prefixes=prefixes) == [[[4, 0, 2]], [[1, 3]]]
     # A bundle of a whole row would leave nothing to the other rank.
-    assert plan_rows([6] * 4, tokens_per_row=20, num_ranks=2, prompts=[("a", 2)] * 4) == [[[0, 1], [2, 3]]]
+    assert plan_rows([6] * 4, tokens_per_row=20, num_ranks=2, prefixes=[[("a", 2)]] * 4) == [[[0, 1], [2, 3]]]
+
+
+def test_branches_of_one_episode_are_planned_together() -> None:
+    """Four episodes of one prompt, each with two branches of 20 tokens that have 15 in common."""
+    prefixes = [[("prompt", 5), (episode, 15)] for episode in (0, 1, 2, 3) * 2]
+    lengths = [20] * 8
+    (rows,) = plan_rows(lengths, tokens_per_row=50, num_ranks=2, prefixes=prefixes)
+    assert sorted(map(sorted, rows)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert [num_row_tokens(row, lengths, prefixes) for row in rows] == [5 + 2 * (10 + 2 * 5)] * 2
+    # With one branch at a time, the prompt alone would be common: 65 tokens.
+    prompts = [one[:1] for one in prefixes]
+    assert len(plan_rows(lengths, tokens_per_row=50, num_ranks=2, prefixes=prompts)) == 2
 
 
 @given(
@@ -171,13 +183,13 @@ def test_sequences_with_one_prompt_are_planned_together() -> None:
 def test_plans_with_prompts_use_every_sequence_once_and_never_overfill(
     items: list[tuple[int, int]], tokens_per_row: int, num_ranks: int
 ) -> None:
-    prompts = [(key, 3 + 5 * key) for key, _ in items]
+    prefixes = [[(key, 3 + 5 * key)] for key, _ in items]
     lengths = [3 + 5 * key + num for key, num in items]
-    plan = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks, prompts=prompts)
+    plan = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks, prefixes=prefixes)
     rows = [row for microbatch in plan for row in microbatch]
     assert sorted(index for row in rows for index in row) == list(range(len(items)))
     assert all(len(microbatch) == num_ranks for microbatch in plan)
-    assert all(num_row_tokens(row, lengths, prompts) <= tokens_per_row for row in rows)
+    assert all(num_row_tokens(row, lengths, prefixes) <= tokens_per_row for row in rows)
     without = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks)
     assert len(plan) <= len(without) + 1
 
@@ -191,25 +203,35 @@ def computed(row: PackedRow) -> tuple[int, int]:
 
 @given(
     trees=st.lists(
-        st.tuples(st.integers(0, 3), st.lists(st.integers(1, 2), min_size=1, max_size=12)), max_size=12
+        st.tuples(st.integers(0, 3), st.integers(0, 2), st.lists(st.integers(1, 2), min_size=1, max_size=12)),
+        max_size=12,
     ),
     share=st.booleans(),
     is_apart=st.booleans(),
 )
 def test_the_cost_of_a_row_is_that_of_its_tokens_and_of_what_they_see(
-    trees: list[tuple[int, list[int]]], share: bool, is_apart: bool
+    trees: list[tuple[int, int, list[int]]], share: bool, is_apart: bool
 ) -> None:
-    """Exact if responses to a prompt begin apart; otherwise their common beginnings are not counted once."""
+    """A prompt, a turn of two tokens or none, and a response.
+
+    Exact if responses begin apart; otherwise their common beginnings are not counted once.
+    """
     sequences = [
-        make_sequence([10 + key] * (1 + 3 * key), [*([100 + index] if is_apart else []), *response])
-        for index, (key, response) in enumerate(trees)
+        make_sequence(
+            [10 + key] * (1 + 3 * key),
+            [*[50 + turn] * (2 * (turn > 0)), *([100 + index] if is_apart else []), *response],
+        )
+        for index, (key, turn, response) in enumerate(trees)
     ]
     lengths, whole = [one.num_tokens for one in sequences], range(len(sequences))
-    prompts = [(key, 1 + 3 * key) for key, _ in trees] if share else None
+    prefixes = [
+        [(key, 1 + 3 * key), *([((key, turn), 3 + 3 * key)] if turn else [])] for key, turn, _ in trees
+    ]
+    paths = prefixes if share else None
     num_tokens, num_pairs = computed(pack_row(sequences, share_prefixes=share))
-    cost = row_cost(whole, lengths, prompts, pair_cost=0.25)
+    cost = row_cost(whole, lengths, paths, pair_cost=0.25)
     if is_apart or not share:
-        assert num_row_tokens(whole, lengths, prompts) == num_tokens
+        assert num_row_tokens(whole, lengths, paths) == num_tokens
         assert cost == num_tokens + 0.25 * num_pairs
     else:
         assert cost >= num_tokens + 0.25 * num_pairs
@@ -246,7 +268,7 @@ def test_a_skewed_batch_is_balanced_by_cost(name: str) -> None:
             [prompt + response for _, prompt, response in sizes],
             tokens_per_row=1024,
             num_ranks=4,
-            prompts=[(key, prompt) for key, prompt, _ in sizes] if share else None,
+            prefixes=[[(key, prompt)] for key, prompt, _ in sizes] if share else None,
             pair_cost=pair_cost,
         )
         for pair_cost in (PAIR_COST, 0.0)
@@ -265,17 +287,17 @@ def test_a_skewed_batch_is_balanced_by_cost(name: str) -> None:
 def test_ranks_never_wait_longer_than_if_tokens_were_balanced(
     sizes: list[tuple[int, int]], tokens_per_row: int, num_ranks: int, share: bool, pair_cost: float
 ) -> None:
-    prompts = [(key, 3 + 30 * key) for key, _ in sizes] if share else None
+    prefixes = [[(key, 3 + 30 * key)] for key, _ in sizes] if share else None
     lengths = [3 + 30 * key + num for key, num in sizes]
     plans, waits = [], []
     for balanced in (pair_cost, 0.0):
         plan = plan_rows(
-            lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks, prompts=prompts, pair_cost=balanced
+            lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks, prefixes=prefixes, pair_cost=balanced
         )
         rows = [row for microbatch in plan for row in microbatch]
         assert sorted(index for row in rows for index in row) == list(range(len(sizes)))
-        assert all(num_row_tokens(row, lengths, prompts) <= tokens_per_row for row in rows)
-        costs = [[row_cost(row, lengths, prompts, pair_cost=pair_cost) for row in one] for one in plan]
+        assert all(num_row_tokens(row, lengths, prefixes) <= tokens_per_row for row in rows)
+        costs = [[row_cost(row, lengths, prefixes, pair_cost=pair_cost) for row in one] for one in plan]
         plans.append(plan)
         waits.append(sum(map(max, costs)))
     assert len(plans[0]) <= len(plans[1])

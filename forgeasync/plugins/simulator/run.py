@@ -34,7 +34,7 @@ from forgeasync.rollouts import (
     Group,
     GroupProgress,
     PayloadBudget,
-    Prompt,
+    Prefixes,
     StoredBranch,
     Task,
     largest_excess,
@@ -323,20 +323,20 @@ def step_sizes(
     for start in range(0, len(groups), size):
         of_step = [(index, *one) for index in range(start, start + size) for one in groups[index]]
         lengths = [prompt + response for _, prompt, response in of_step]
-        prompts = [((index, prompt), prompt) for index, prompt, _ in of_step] if share_prefixes else None
+        paths = [[((index, prompt), prompt)] for index, prompt, _ in of_step] if share_prefixes else None
         plan = plan_rows(
-            lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks, prompts=prompts, pair_cost=pair_cost
+            lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks, prefixes=paths, pair_cost=pair_cost
         )
-        costs = ([_padded_cost(row, lengths, prompts, pair_cost) for row in rows] for rows in plan)
+        costs = ([_padded_cost(row, lengths, paths, pair_cost) for row in rows] for rows in plan)
         found.append((len(plan), sum(map(max, costs))))
     return found
 
 
 def _padded_cost(
-    row: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt] | None, pair_cost: float
+    row: Sequence[int], lengths: Sequence[int], paths: Sequence[Prefixes] | None, pair_cost: float
 ) -> float:
-    num_tokens = num_row_tokens(row, lengths, prompts)
-    return row_cost(row, lengths, prompts, pair_cost=pair_cost) + padded_length(num_tokens) - num_tokens
+    num_tokens = num_row_tokens(row, lengths, paths)
+    return row_cost(row, lengths, paths, pair_cost=pair_cost) + padded_length(num_tokens) - num_tokens
 
 
 def _branches(groups: Iterable[Group]) -> Iterator[StoredBranch]:

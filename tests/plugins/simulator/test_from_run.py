@@ -115,7 +115,7 @@ def write_run(folder: Path, config: RunConfig, *, has_lengths: bool = True, num_
             [prompt + own for _, prompt, own in sizes],
             tokens_per_row=config.trainer.tokens_per_row,
             num_ranks=2,
-            prompts=[(number, prompt) for number, prompt, _ in sizes],
+            prefixes=[[(number, prompt)] for number, prompt, _ in sizes],
             pair_cost=of_pair,
         )
         costs = ([_cost([sizes[one] for one in row], of_pair) for row in rows] for rows in plan)
