@@ -66,6 +66,7 @@ from .resume import open_files as open_files
 from .resume import remove_others as remove_others
 from .resume import resume_or_begin_anew as resume_or_begin_anew
 from .resume import take_over as take_over
+from .run import first_different_operator as first_different_operator
 from .serving import WeightServing as WeightServing
 from .starting import Roles as Roles
 from .starting import start_roles as start_roles

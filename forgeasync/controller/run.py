@@ -6,7 +6,7 @@ An app subclasses ``RunLoops``, as apps/grpo.py does, and passes the class to ``
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -45,7 +45,7 @@ from forgeasync.observability import (
 )
 from forgeasync.planning import pair_cost
 from forgeasync.rollouts import Group, OperatorTrace
-from forgeasync.runtime import GroupEpisodes, Minibatches, ProcessManager
+from forgeasync.runtime import GroupEpisodes, LiveReplica, Minibatches, ProcessManager
 from forgeasync.scoring import GroupFiltering
 from forgeasync.trainer import BadStepMonitor, assign_rows, split_by_groups, training_items
 from forgeasync.waiting import deadline
@@ -287,7 +287,10 @@ async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -
                 words = [await save_newest_weights(run, run_dir, error)]
                 file = OperatorTrace.file(run_dir.bad_steps.resolve(), run.version)
                 if "MismatchTooLarge" in str(root_cause(error)) and file.exists():
-                    words.append(await _first_different_operator(run, file))
+                    limit_s = config.timeouts.generate_s
+                    words.append(
+                        await first_different_operator(run.generators.pool.replicas, file, limit_s=limit_s)
+                    )
                 for line in words:
                     log.line(line)
                     add_closing_message(line)
@@ -300,13 +303,14 @@ async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -
             console.message(line)
 
 
-async def _first_different_operator(run: RunLoops, file: Path) -> str:
+async def first_different_operator(replicas: Iterable[LiveReplica], file: Path, *, limit_s: float) -> str:
     """Have a generator compare its operators with those in the trainer's trace; return what it found.
 
-    Does not raise an ``Exception``. Generators with other weights refuse.
+    Does not raise an ``Exception``. Generators with other weights refuse. If one does not answer within
+    ``limit_s``, the next one is asked.
     """
-    limit_s, problem = run.config.timeouts.generate_s, "there is none"
-    for replica in run.generators.pool.replicas:
+    problem = "there is none"
+    for replica in replicas:
         compare = replica.actor.first_different_operator.call_one
         try:
             async with deadline(limit_s, call="comparing operators", key="timeouts.generate_s"):

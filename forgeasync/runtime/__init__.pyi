@@ -8,6 +8,7 @@ from .environment_pool import start_environment as start_environment
 from .generator import CancelledGroup as CancelledGroup
 from .generator import RefusedGroup as RefusedGroup
 from .generator_pool import GeneratorPool as GeneratorPool
+from .generator_pool import LiveReplica as LiveReplica
 from .group_sampling import EndpointResponses as EndpointResponses
 from .group_sampling import GroupEpisodes as GroupEpisodes
 from .group_sampling import GroupSampler as GroupSampler
@@ -76,7 +77,6 @@ from .generator import SampledResponse as SampledResponse
 from .generator import SampledRollout as SampledRollout
 from .generator import sampled_response as sampled_response
 from .generator import store_group as store_group
-from .generator_pool import LiveReplica as LiveReplica
 from .host_checks import Gpu as Gpu
 from .host_checks import GpuFacts as GpuFacts
 from .host_checks import HostLimits as HostLimits
