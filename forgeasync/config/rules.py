@@ -27,7 +27,7 @@ from forgeasync.config.rewards import (
     is_part_name,
     name_of,
 )
-from forgeasync.config.run import RunConfig, all_sources, is_served, longest_response
+from forgeasync.config.run import Fidelity, RunConfig, all_sources, is_served, longest_response
 from forgeasync.config.teachers import AveragedPolicy, TeacherSection
 from forgeasync.config.trainer import OptimizerSection
 from forgeasync.config.weights import Interruption, ShadowMemory
@@ -641,6 +641,11 @@ def check_gpus(config: RunConfig, num_gpus: int, *, num_of_rewards: int = 0) -> 
         # of local experts with global expert ids.
         remedy = "must be false on machines without GPUs: vLLM's CPU build has no expert parallelism"
         yield refuse(config, "generator.expert_parallel", remedy)
+    if on_hosts == 0 and config.fidelity is Fidelity.BITWISE and config.trainer.dtype is not Dtype.FLOAT32:
+        remedy = (
+            "must be float32 with fidelity = 'bitwise' on machines without GPUs: other dtypes round twice"
+        )
+        yield refuse(config, "trainer.dtype", remedy)
 
 
 def reward_gpus(config: RunConfig) -> frozenset[int]:

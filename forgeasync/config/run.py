@@ -258,7 +258,7 @@ class RunConfig(Section):
     fidelity: Fidelity = Fidelity.REPLAY
     """replay (recorded experts and kept sets are replayed; rounding differs), or bitwise (on tokens sampled
     under the weights that train, log-probabilities of trainer and generator are equal to the last bit; a
-    difference ends the run). bitwise runs on CPUs in float32."""
+    difference ends the run). bitwise runs on CPUs in float32 and on GPUs in bfloat16."""
     record_execution: bool = False
     """Keep the files of all groups that train and a line for each step, so that ``python -m apps.reexecute``
     can execute the run again, bit for bit. Needs ``fidelity: bitwise``."""

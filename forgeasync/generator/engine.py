@@ -51,6 +51,7 @@ from forgeasync.generator.workarounds.served_adapters import (
 )
 from forgeasync.generator.workarounds.vllm_process import (
     adapt_process,
+    attend_invariantly,
     compute_batch_invariantly,
     expand_latents,
     gpu_share,
@@ -206,6 +207,8 @@ class GeneratorEngine:
 
             rotate_in_torch(vllm_config)
             request_records(vllm_config, routing=records.routing, kept_tokens=records.kept_tokens)
+        elif generator.batch_invariant:
+            attend_invariantly(vllm_config)
         vocab_size = vllm_config.model_config.get_vocab_size()
         recorder = InFlightRecorder(in_flight, records=records, vocab_size=vocab_size)
         llm = await start_llm(
@@ -440,7 +443,7 @@ class GeneratorEngine:
     async def first_different_operator(self, file: Path) -> str:
         """Compute the last token of a trace (``OperatorTrace``) alone; name the first operator that differs.
 
-        Running requests end as with ``abort_and_resume`` (CPU engines only).
+        Running requests end as with ``abort_and_resume``.
 
         Raises:
             ValueError: The engine has another version than the trace.

@@ -12,10 +12,11 @@ Written for vLLM 0.32 and unquantized models. A version is installed in one of t
   on the loaded model, by value, before the first update.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -25,6 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from forgeasync.config import ShadowMemory
 from forgeasync.generator.engine_weights import HostMemory, by_parameter, stage_in_thread
+from forgeasync.generator.operator_watch import OperatorWatch
 from forgeasync.generator.workarounds.load_trace import LoadTrace, Region, WorkerTrace, trace_load
 from forgeasync.models import CheckpointTensors
 from forgeasync.weights import (
@@ -318,3 +320,11 @@ class UpdatableGPUWorker:
             return
         # The worker's method sets the current vLLM config; the runner's does not.
         self.reload_weights(weights_iterator=whole_tensors(self._layout, self._images))
+
+    def watch_operators(self, names: Collection[str]) -> None:
+        """Begin to watch operators."""
+        self._watch = OperatorWatch(self.model_runner.get_model(), names)
+
+    def operators_seen(self) -> dict[str, np.ndarray]:
+        """Return what ``watch_operators`` has kept of the last forward pass, and end it."""
+        return self._watch.end()

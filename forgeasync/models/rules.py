@@ -342,13 +342,15 @@ def check_fidelity(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     if config.fidelity is not Fidelity.BITWISE:
         return
     trainer, generator = config.trainer, config.generator
+    # ``check_gpus`` refuses bfloat16 on CPUs, and float32 on GPUs.
+    is_on_gpus = trainer.dtype is Dtype.BFLOAT16
     of_ranks = "several ranks add up parts of a sum"
     for field, value, wanted, reason in (
         ("generator.batch_invariant", generator.batch_invariant, True, "bits must not depend on the batch"),
         ("generator.compile", generator.compile, False, "compiled operators are fused"),
         ("trainer.compile", trainer.compile, False, "compiled operators are fused"),
-        ("generator.dtype", generator.dtype.value, "float32", "other dtypes round twice"),
-        ("trainer.dtype", trainer.dtype.value, "float32", "other dtypes round twice"),
+        ("generator.dtype", generator.dtype.value, trainer.dtype.value, "the trainer has it"),
+        ("trainer.cpu_offload", is_on_gpus and trainer.cpu_offload, False, "GPUs have other cosines"),
         ("generator.tensor_parallel", generator.tensor_parallel, 1, of_ranks),
         ("trainer.parallel.tensor", trainer.parallel.tensor, 1, of_ranks),
         ("trainer.parallel.expert", trainer.parallel.expert, 1, of_ranks),
@@ -363,6 +365,10 @@ def check_fidelity(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
         )
     if facts.latent is not None:
         remedy = "has latent attention, which fidelity = 'bitwise' does not support"
+        yield Problem(field="model.path", value=config.model.path, remedy=remedy)
+    elif is_on_gpus and not 32 <= facts.head_dim < 256:
+        # From 256 on, vLLM 0.32's attention has other tiles for prompts than for single tokens.
+        remedy = f"has head_dim = {facts.head_dim}; must be 32 to 255 with fidelity = 'bitwise' on GPUs"
         yield Problem(field="model.path", value=config.model.path, remedy=remedy)
 
 
@@ -379,6 +385,7 @@ def check_record_execution(config: RunConfig, facts: ModelFacts) -> Iterator[Pro
     }
     for field, value, wanted, reason in (
         ("fidelity", config.fidelity.value, "bitwise", "bits must not depend on batches"),
+        ("trainer.dtype", trainer.dtype.value, "float32", "gradients differ each time on GPUs"),
         ("buffer.keep_groups", config.buffer.keep_groups, True, "the record has the groups' files"),
         (
             "weights.prefix_cache_across_versions",

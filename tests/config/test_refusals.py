@@ -20,7 +20,7 @@ from forgeasync.config import (
     load_config,
     num_gpus_needed,
 )
-from forgeasync.models import check_config
+from forgeasync.models import check_config, read_model_facts
 from forgeasync.schema import ConfigError
 from tests.support.config_samples import CONFIGS, FACTS, MINIMAL, WARMUP, only
 
@@ -194,6 +194,14 @@ fidelity=bitwise; generator.batch_invariant=true; trainer.parallel={num_procs: 2
     => trainer.parallel.expert = 2 | must be 1 with fidelity = 'bitwise': several ranks add up
 fidelity=bitwise; generator.batch_invariant=true; $LORA
     => lora | must be left out with fidelity = 'bitwise'
+fidelity=bitwise; generator.batch_invariant=true; trainer.dtype=bfloat16
+    => generator.dtype = 'float32' | must be bfloat16 with fidelity = 'bitwise': the trainer has it
+fidelity=bitwise; generator.batch_invariant=true; trainer.dtype=bfloat16; generator.dtype=bfloat16
+trainer.cpu_offload=true
+    => trainer.cpu_offload = True | must be false with fidelity = 'bitwise': GPUs have other cosines
+record_execution=true; fidelity=bitwise; generator.batch_invariant=true; trainer.dtype=bfloat16
+generator.dtype=bfloat16
+    => trainer.dtype = 'bfloat16' | must be float32 with record_execution: gradients differ each time on GPUs
 record_execution=true => fidelity = 'replay' | must be bitwise with record_execution
 record_execution=true; fidelity=bitwise; generator.batch_invariant=true; buffer.keep_groups=false
     => buffer.keep_groups = False | must be true with record_execution: the record has the groups' files
@@ -405,6 +413,17 @@ def test_roles_that_share_gpus_need_as_many_as_the_larger_one() -> None:
     assert list(check_gpus(config, 6)) == []
     message = only(list(check_gpus(config, 5)))
     assert "6 GPUs (the larger of 3 x 2 and 2)" in message and "share_gpu" not in message
+
+
+def test_equal_bits_need_the_dtype_of_the_machine() -> None:
+    overrides = ["fidelity=bitwise", "generator.batch_invariant=true", "generator.compile=false"]
+    config = load_config(CONFIGS / "qwen3_0.6b_1gpu.yaml", [*overrides, "trainer.compile=false"])
+    facts = read_model_facts(config.model.path)
+    assert check_config(config, facts) == [] == list(check_gpus(config, 1))
+    assert "trainer.dtype = 'bfloat16': must be float32" in only(list(check_gpus(config, 0)))
+    for head_dim in (16, 256):
+        message = only(check_config(config, dataclasses.replace(facts, head_dim=head_dim)))
+        assert f"has head_dim = {head_dim}; must be 32 to 255 with fidelity = 'bitwise' on GPUs" in message
 
 
 LORA = "lora={rank: 12, alpha: 24, targets: [q_proj, down_proj]}"

@@ -213,3 +213,33 @@ def test_ranks_of_a_group_make_the_same_collectives(name: str, library: Path) ->
             assert other == first, f"group {group}"
         num_compared += len(others) * len(first)
     assert num_compared > 100
+
+
+BITWISE = tuple(
+    Case(config="qwen3_30b_a3b", overrides=("trainer.parallel.expert=1", *changes), is_bitwise=True, **kinds)
+    for changes, kinds in (
+        ((), {}),
+        (("trainer.routing_replay=off",), {"facts": asdict(QWEN3_32B)}),
+    )
+)
+
+
+@pytest.mark.processes
+def test_operators_of_an_engine_get_tensors_on_the_gpu(library: Path) -> None:
+    """``fidelity: bitwise``. A value that the host would wait for raises."""
+    of_moe, of_dense = look_at({"moe": BITWISE[0], "dense": BITWISE[1]}, library).values()
+    of_both = {
+        "linear_batch_invariant",
+        "rms_norm_batch_invariant",
+        "fused_add_rms_norm",
+        "rotary_embedding",
+        "triton_reshape_and_cache_flash",
+        "unified_attention",
+        "apply_temperature",
+        "compute_token_logprobs",
+    }
+    assert set(of_moe.engine_operators) == of_both | {"fused_topk", "fused_experts"}
+    assert set(of_dense.engine_operators) == of_both | {"silu_and_mul"}
+    for seen in (of_moe, of_dense):
+        assert {dtype for dtype, _ in seen.gradients} == {"torch.float32"}
+        assert seen.logprobs[0] == "torch.float32"

@@ -82,8 +82,11 @@ def topk_softmax(
     e_score_correction_bias: torch.Tensor | None = None,
     is_padding: torch.Tensor | None = None,
 ) -> None:
-    assert e_score_correction_bias is None and is_padding is None
-    weights, ids = gating_output.float().softmax(-1).topk(topk_ids.shape[1], dim=-1)
+    assert e_score_correction_bias is None and (is_padding is None or not is_padding.any())
+    logits = gating_output.float()
+    # Not torch's softmax, which vLLM's batch-invariant mode replaces in an engine's process.
+    shares = (logits - logits.amax(-1, keepdim=True)).exp()
+    weights, ids = (shares / shares.sum(-1, keepdim=True)).topk(topk_ids.shape[1], dim=-1)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     topk_weights.copy_(weights)

@@ -46,6 +46,8 @@ class Case:
     rank: int = 0
     num_tokens: int | None = None
     """Tokens of the row's only sequence; 0: a row of padding; None: a full row."""
+    is_bitwise: bool = False
+    """With the operators of vLLM's engines, which only return tensors of the right shapes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +69,8 @@ class Seen:
     kept_bytes: int = 0
     """Between forward and backward pass, besides parameters."""
     peak_bytes: int = 0
+    engine_operators: list[str] = field(default_factory=list)
+    """Operators of vLLM that were called."""
 
 
 def build_device(folder: Path) -> Path:
@@ -228,6 +232,44 @@ def config_and_facts(case: Case) -> tuple[Any, Any]:
     return config, replace(facts, num_layers=case.num_layers, num_dense_layers=num_dense)
 
 
+def generator_forward(model: Any, facts: Any, called: list[str]) -> Any:
+    """The generator's forward pass on GPUs; every operator checks that its tensors are there."""
+    import torch.nn.functional as F
+
+    from forgeasync.trainer import gpu_operators
+    from forgeasync.trainer.generator_forward import GeneratorForward
+
+    def route(x: torch.Tensor, logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple:
+        shape = (len(x), top_k)
+        ids = torch.zeros(shape, dtype=torch.int32, device=x.device)
+        return torch.ones(shape, device=x.device), ids, ids
+
+    stand_ins = {
+        "linear_batch_invariant": F.linear,
+        "rms_norm_batch_invariant": lambda x, weight, eps: x * weight,
+        "fused_topk": route,
+        "fused_experts": lambda x, w13, w2, scores, ids: x.clone(),
+        "compute_token_logprobs": lambda logits, ids: logits.gather(-1, ids),
+        **dict.fromkeys(("triton_reshape_and_cache_flash", "unified_attention", "apply_temperature")),
+    }
+
+    def checked(name: str, function: Callable[..., Any] | None) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            tensors = [one for one in (*arguments, *named.values()) if isinstance(one, torch.Tensor)]
+            assert {one.device.type for one in tensors} == {"cuda"}, name
+            called.append(name)
+            return None if function is None else function(*arguments, **named)
+
+        return call
+
+    for name, function in stand_ins.items():
+        setattr(gpu_operators, name, checked(name, function))
+    for name in ("fused_add_rms_norm", "rotary_embedding"):
+        setattr(gpu_operators.ops, name, checked(name, None))
+    torch.ops._C.silu_and_mul = checked("silu_and_mul", None)
+    return GeneratorForward(model, facts)
+
+
 def _look(case: Case) -> Seen:
     import torch.distributed as dist
     from torch._subclasses import FakeTensor, FakeTensorMode
@@ -281,7 +323,10 @@ def _look(case: Case) -> Seen:
         dims = build_parallel_dims(section, world_size=parallel.num_procs)
         model = build_parallel_model(facts, section, parallel_dims=dims)
         with fake:
-            forward = RowForward(model, parallel_dims=dims, section=section, temperature=1.0)
+            engine = generator_forward(model, facts, seen.engine_operators) if case.is_bitwise else None
+            forward = RowForward(
+                model, parallel_dims=dims, section=section, temperature=1.0, generator_forward=engine
+            )
             known = [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
             with LiveTensors(known) as live, Watch(), forward.replay(row):
                 found = forward.predictions(row)

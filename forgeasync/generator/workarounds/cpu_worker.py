@@ -8,9 +8,7 @@ bitwise batch invariance, which only oneDNN's kernels have. Can go when ``worker
 MoE models on the CPU build.
 """
 
-import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from forgeasync.generator.engine_weights import HostMemory, by_parameter, stage_in_thread
+from forgeasync.generator.operator_watch import OperatorWatch
 from forgeasync.generator.workarounds.cpu_model_runner import RecordingCPUModelRunner
 from forgeasync.generator.workarounds.load_trace import WorkerTrace, trace_load
 from forgeasync.generator.workarounds.served_adapters import allow_dense_adapters_of_moe
@@ -167,31 +166,12 @@ class UpdatableCPUWorker(CPUWorker):
         """Do nothing: see ``sleep``."""
 
     def watch_operators(self, names: Collection[str]) -> None:
-        """Keep the last row of what the modules of these names return (``lm_head``: the logits)."""
-        self._seen: dict[str, np.ndarray] = {}
-        self._hooks = []
-        names_of: dict[torch.nn.Module, list[str]] = {}
-        # All layers share a rotary embedding.
-        for name, module in self.model_runner.get_model().named_modules(remove_duplicate=False):
-            if (name := "lm_head" if name == "logits_processor" else name) in names:
-                names_of.setdefault(module, []).append(name)
-        for module, in_turn in names_of.items():
-            turns = itertools.cycle(in_turn)
-
-            def keep(_: torch.nn.Module, given: Any, found: Any, turns: Iterator[str] = turns) -> None:
-                name = next(turns)
-                parts = found if isinstance(found, tuple) else (found,)
-                # Norms also return the residual, and linear layers their bias.
-                used = parts if name.endswith("rotary_emb") else parts[:1]
-                self._seen[name] = torch.cat([one[-1].flatten() for one in used]).numpy()
-
-            self._hooks.append(module.register_forward_hook(keep))
+        """Begin to watch operators."""
+        self._watch = OperatorWatch(self.model_runner.get_model(), names)
 
     def operators_seen(self) -> dict[str, np.ndarray]:
         """Return what ``watch_operators`` has kept of the last forward pass, and end it."""
-        for hook in self._hooks:
-            hook.remove()
-        return self._seen
+        return self._watch.end()
 
     def copy_parameters(self) -> dict[str, torch.Tensor]:
         """Return copies of the live parameters, with experts unpacked."""

@@ -12,6 +12,8 @@ from vllm.config import CacheConfig, VllmConfig
 from vllm.model_executor.layers import utils
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_file_store_init_method
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.ops import triton_unified_attention
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.sample import sampler
 
@@ -57,16 +59,27 @@ def compute_batch_invariantly(*, is_cpu: bool) -> None:
     """Make log-probabilities bitwise independent of what else an engine decodes.
 
     Call before the engine is built; applies to the whole process. On a GPU this is vLLM's own
-    ``VLLM_BATCH_INVARIANT``. The CPU build has no such mode: its attention splits the keys of long sequences
-    over the free threads, and torch's linear layers choose their kernel by the number of rows. (oneDNN's
-    kernels do not, but they keep a copy of the weights that cannot be updated.) Its kernel for experts is
-    invariant. Can go when the CPU build supports the mode.
+    ``VLLM_BATCH_INVARIANT``; see also ``attend_invariantly``. The CPU build has no such mode: its attention
+    splits the keys of long sequences over the free threads, and torch's linear layers choose their kernel by
+    the number of rows. (oneDNN's kernels do not, but they keep a copy of the weights that cannot be updated.)
+    Its kernel for experts is invariant. Can go when the CPU build supports the mode.
     """
     if is_cpu:
         os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
         utils.cpu_unquantized_gemm = _linear
     else:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
+
+
+def attend_invariantly(config: VllmConfig) -> None:
+    """Make attention on GPUs use the kernel that the trainer has too, whatever the GPU.
+
+    Call before the engine is built. Latent attention keeps its own kernel. vLLM 0.32 reads the variable of
+    ``compute_batch_invariantly`` when it imports the kernel, which may have been before.
+    """
+    if not config.model_config.is_deepseek_mla:
+        config.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
+        triton_unified_attention.is_batch_invariant = True
 
 
 def _linear(
