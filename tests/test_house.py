@@ -27,7 +27,7 @@ MAX_CODE = {
     "algorithms": 1025,
     "buffer": 2035,
     "config": 2666,
-    "controller": 4070,
+    "controller": 4072,
     "environments": 6835,
     "generator": 3139,
     "isolation": 2495,
@@ -35,10 +35,10 @@ MAX_CODE = {
     "observability": 2747,
     "planning": 2351,
     "plugins": 5094,
-    "rollouts": 2202,
+    "rollouts": 2215,
     "runtime": 6765,
     "scoring": 2565,
-    "trainer": 4108,
+    "trainer": 4118,
     "weights": 1326,
 }
 """Lines of code of each room, without blanks, comments and docstrings. Lower a number when a room shrinks.
