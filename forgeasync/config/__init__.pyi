@@ -133,7 +133,9 @@ from .trainer import RouterBias as RouterBias
 from .trainer import RoutingReplay as RoutingReplay
 from .trainer import TrainerSection as TrainerSection
 from .weights import BUILT_IN_TRANSPORTS as BUILT_IN_TRANSPORTS
+from .weights import Delta as Delta
 from .weights import Interruption as Interruption
+from .weights import PATCH_SHARE as PATCH_SHARE
 from .weights import KvAfterSwap as KvAfterSwap
 from .weights import ShadowMemory as ShadowMemory
 from .weights import TransportChoice as TransportChoice

@@ -66,6 +66,19 @@ class ShadowMemory(StrEnum):
     """Memory of each GPU, of the size of its weights; the swap takes tens of milliseconds."""
 
 
+class Delta(StrEnum):
+    """What generators fetch of a new version."""
+
+    OFF = "off"
+    """All of it."""
+    EXACT = "exact"
+    """The elements whose bits changed."""
+
+
+PATCH_SHARE = 0.25
+"""With ``weights.delta: exact``, room for changed elements in a buffer, as a share of the weights' bytes."""
+
+
 class WeightsSection(Section):
     """Settings for the transfer of new weights from the trainer to the generators."""
 
@@ -77,8 +90,9 @@ class WeightsSection(Section):
     kv_cache: KvAfterSwap = KvAfterSwap.KEEP
     prefix_cache_across_versions: bool = False
     """Let new requests use cached prefixes that were computed with older weights."""
-    delta: bool = False
-    """Fetch only the blocks that differ from the version that a generator has."""
+    delta: Delta = Delta.OFF
+    """off, or exact: generators fetch only elements whose bits changed since the version that they have. For
+    networks slower than one version per step. Staging and receive buffers take 25 % more memory."""
     shadow: ShadowMemory = ShadowMemory.HOST
     """Where the next version waits for the swap: host or device. No effect without GPUs, on adapters, or if
     vLLM must load every version again (the run reports this at its start)."""

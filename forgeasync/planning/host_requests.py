@@ -18,11 +18,11 @@ from forgeasync.config import (
     SlurmLauncher,
     num_hosts,
 )
-from forgeasync.models import version_bytes
 from forgeasync.planning.memory import (
     checkpoint_copy_bytes,
     host_shadow_bytes,
     offloaded_bytes,
+    received_bytes,
     snapshot_memory_bytes,
     staging_bytes,
 )
@@ -110,7 +110,7 @@ def _generator_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLaunch
     num_replicas = generator.num_engines // num_hosts(launcher).generators
     machine = Machine.GPU if launcher.kind != "process" and launcher.gpus_per_host else Machine.CPU
     # The replicas of a host share one receive buffer; each replica has its own merged weights.
-    received = version_bytes(config, facts) + host_shadow_bytes(config, facts, machine)
+    received = received_bytes(config, facts) + host_shadow_bytes(config, facts, machine)
     weights = received + num_replicas * merged_bytes(config, facts, machine)
     shared = weights + round(config.payload.capacity_gib * 2**30)
     return HostNeeds(

@@ -16,6 +16,8 @@ from rich.table import Table
 
 from forgeasync.checkpoints import bytes_per_parameter, num_trained, state_bytes
 from forgeasync.config import (
+    PATCH_SHARE,
+    Delta,
     Dtype,
     LocalLauncher,
     ModelFacts,
@@ -430,7 +432,7 @@ def shared_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> tup
     engines = config.generator.num_engines + sum(one.num_engines for one in moving)
     weights = (
         staging_bytes(config, facts)
-        + (hosts + len(moving)) * version_bytes(config, facts)
+        + (hosts + len(moving)) * received_bytes(config, facts)
         + hosts * host_shadow_bytes(config, facts, machine)
         + engines * merged_bytes(config, facts, machine)
     )
@@ -471,7 +473,8 @@ PAYLOAD_HEADER_BYTES = 256
 
 def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:
     """Return the items in host memory: buffers of weights, snapshots, shadow weights and payloads."""
-    version = version_bytes(config, facts)
+    version = received_bytes(config, facts)
+    patches = f" and {PATCH_SHARE:.0%} for patches" * (config.weights.delta is Delta.EXACT)
     dtype = published_dtype(config).value
     what = "version" if config.lora is None else "version of the adapters"
     merged = []
@@ -483,12 +486,12 @@ def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[
         MemoryItem(
             name="staging buffers, all ranks",
             num_bytes=staging_bytes(config, facts),
-            how=f"2 x one {what}{beside} in {dtype}: one read, one written",
+            how=f"2 x one {what}{beside}{patches} in {dtype}: one read, one written",
         ),
         MemoryItem(
             name="receive buffer, each host",
             num_bytes=version,
-            how=f"one {what}, for all replicas of a host",
+            how=f"one {what}{patches}, for all replicas of a host",
         ),
         *(
             MemoryItem(name=f"receive buffer, teacher {name}", num_bytes=version, how=f"one {what}")
@@ -505,7 +508,13 @@ def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[
 
 def staging_bytes(config: RunConfig, facts: ModelFacts) -> int:
     """Return the bytes of the staging buffers of all trainer ranks: two versions, each with its average."""
-    return 2 * (1 + num_averages(config.teachers)) * version_bytes(config, facts)
+    return 2 * (1 + num_averages(config.teachers)) * received_bytes(config, facts)
+
+
+def received_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the bytes of a receive buffer: a version, and room for patches with ``weights.delta``."""
+    patches = PATCH_SHARE * (config.weights.delta is Delta.EXACT)
+    return math.ceil((1 + patches) * version_bytes(config, facts))
 
 
 def snapshot_memory_bytes(config: RunConfig, facts: ModelFacts) -> int:

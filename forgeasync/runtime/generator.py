@@ -20,7 +20,14 @@ from monarch.actor import Actor, Port, concurrent_endpoint
 from monarch.rdma import RDMABuffer
 
 from forgeasync.buffer import DropReason
-from forgeasync.config import GeneratorSection, LoraSection, ModelFacts, SamplingSection, WeightsSection
+from forgeasync.config import (
+    Delta,
+    GeneratorSection,
+    LoraSection,
+    ModelFacts,
+    SamplingSection,
+    WeightsSection,
+)
 from forgeasync.environments import Response, response_of
 from forgeasync.generator import EngineStats, GroupCancelled, ReexecutedVersion, SwapReport
 from forgeasync.models import expected_shapes
@@ -457,7 +464,7 @@ class GeneratorActor(Actor):
                 share=share,
                 is_joining=is_joining,
             ),
-            delta=setup.weights.delta,
+            delta=setup.weights.delta is Delta.EXACT,
             base=base,
         )
         return str(self._receiver.route)

@@ -372,12 +372,14 @@ class TrainerActor(Actor):
         )
 
     @concurrent_endpoint
-    async def lay_out_weights(self, dtype: Dtype) -> RankLayout:
+    async def lay_out_weights(self, dtype: Dtype, has_patches: bool) -> RankLayout:
         """Agree with the other ranks on who publishes what; return what this rank publishes."""
 
         def lay_out() -> WeightPublisher:
             weights = self._trainer.published_weights()
-            return WeightPublisher(weights, TORCH_DTYPES[dtype], host_id=self._host_id)
+            return WeightPublisher(
+                weights, TORCH_DTYPES[dtype], host_id=self._host_id, has_patches=has_patches
+            )
 
         self._publisher = await self._thread.call(lay_out)
         return self._publisher.layout

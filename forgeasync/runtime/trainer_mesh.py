@@ -11,7 +11,7 @@ from monarch.actor import ProcMesh
 from monarch.spmd import setup_torch_elastic_env_async
 from monarch.tools.network import AddrType
 
-from forgeasync.config import Dtype, RunConfig, TimeoutSection, TransportChoice
+from forgeasync.config import Delta, Dtype, RunConfig, TimeoutSection, TransportChoice
 from forgeasync.models import published_dtype
 from forgeasync.processes import largest
 from forgeasync.rollouts import merged_reports
@@ -63,7 +63,7 @@ class TrainerMesh:
         self._staged = "the initial weights"
         self._layout: WeightLayout | None = None
         self._sources: list[StagingSource] = []
-        self._dtype: Dtype | None = None
+        self._published_as: tuple[Dtype, bool] | None = None
         self._staging: tuple[Sequence[Path], TransportChoice, frozenset[str]] | None = None
         """Arguments of the open staging buffers: folders, transport and hosts of generators."""
         self.members: tuple[Proc, ...] = ()
@@ -235,9 +235,9 @@ class TrainerMesh:
         Raises:
             RuntimeError: this trainer lays out its weights differently.
         """
-        assert before._staging is not None and before._dtype is not None
+        assert before._staging is not None and before._published_as is not None
         folders, transport, generator_hosts = before._staging
-        layout = await self.lay_out_weights(before._dtype)
+        layout = await self.lay_out_weights(*before._published_as)
         if layout.digest != before.weight_layout.digest:
             raise RuntimeError(
                 f"the trainer that was started again lays out its weights as {layout.digest}; must be "
@@ -245,13 +245,15 @@ class TrainerMesh:
             )
         return await self.open_staging(folders, transport, generator_hosts=generator_hosts)
 
-    async def lay_out_weights(self, dtype: Dtype) -> WeightLayout:
+    async def lay_out_weights(self, dtype: Dtype, has_patches: bool) -> WeightLayout:
         """Assign shards to the ranks that publish them, and lay out their staging buffers."""
         ranks = await self._on_every_rank(
-            lambda actor, _: actor.lay_out_weights.call_one(dtype), "laying out its weights", "setup_s"
+            lambda actor, _: actor.lay_out_weights.call_one(dtype, has_patches),
+            "laying out its weights",
+            "setup_s",
         )
         layout = self._layout = WeightLayout(dtype=TORCH_DTYPES[dtype], ranks=tuple(ranks))
-        self._dtype = dtype
+        self._published_as = dtype, has_patches
         return layout
 
     async def open_staging(
@@ -291,6 +293,7 @@ class TrainerMesh:
             slot=slot,
             layout_digest=self.weight_layout.digest,
             checksums=tuple(shard.checksums for shard in shards),
+            patches=tuple(shard.patches for shard in shards),
             waited_s=max(waited_s),
             staging_s=max(shard.staging_s for shard in shards),
         )
@@ -406,9 +409,10 @@ async def connect_weights(
     readers = (*generator_hosts, *teacher_hosts)
     require_reach(transport, choice, (host.id for host in (*trainer_hosts, *readers)))
     await transport.start(processes.spawn_here)
-    layout = await trainer.lay_out_weights(published_dtype(config))
-    staged = [NUM_SLOTS * rank.num_bytes for rank in layout.ranks]
-    receive_buffer = layout.of(WeightSet.POLICY).num_bytes
+    layout = await trainer.lay_out_weights(published_dtype(config), config.weights.delta is Delta.EXACT)
+    staged = [NUM_SLOTS * rank.buffer_bytes for rank in layout.ranks]
+    patch_bytes = sum(rank.patch_bytes for rank in layout.ranks)
+    receive_buffer = layout.of(WeightSet.POLICY).num_bytes + patch_bytes
     # The generators of a host share one receive buffer.
     received = [
         receive_buffer * (generators.pool.rank_on_host(rank) == 0) for rank in range(len(generator_hosts))
@@ -424,7 +428,8 @@ async def connect_weights(
     routes = dict.fromkeys(await generators.connect_weights(policy, sources, of_generators))
     for one in teachers:
         # Teachers on a host have their own receive buffer, in another folder than its generators.
-        (folder,) = await make_folders(one.router.pool.hosts, [layout.of(one.weights).num_bytes])
+        room = layout.of(one.weights).num_bytes + patch_bytes
+        (folder,) = await make_folders(one.router.pool.hosts, [room])
         of_engines = [folder] * len(one.router.pool.replicas)
         of_teacher = await one.router.connect_weights(layout.of(one.weights), sources, of_engines)
         routes |= dict.fromkeys(of_teacher)

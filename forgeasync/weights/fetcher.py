@@ -3,6 +3,10 @@
 The receive buffer holds an image of each rank's staging buffer. A host has one receive buffer for all of its
 generators, and each generator fetches its share of every version. Only ``WeightFetcher`` writes the buffer,
 so checked blocks do not change. A block counts as held once its checksum equals the manifest's.
+
+With ``weights.delta: exact`` a block that has the bytes of an older version becomes the new one by patches
+(``weights.patches``), if these are fewer bytes and their result has the manifest's checksum. Otherwise the
+block is fetched.
 """
 
 import asyncio
@@ -11,12 +15,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from forgeasync.weights.layout import SEGMENT_BYTES, RankLayout, WeightLayout
-from forgeasync.weights.ledger import BLOCK_BYTES, Manifest, block_range, checksum
+from forgeasync.weights.ledger import BLOCK_BYTES, Manifest, Patch, block_range, checksum
+from forgeasync.weights.patches import PatchPlan, digest_of
 from forgeasync.weights.staging import SharedFile
 from forgeasync.weights.transports.transport import ByteRange, Transport
 
@@ -110,21 +116,25 @@ def _image_starts(layout: WeightLayout) -> list[int]:
     """Return the first byte of each rank's image in a receive buffer, and the end of the last one."""
     starts = [0]
     for rank in layout.ranks:
-        starts.append(starts[-1] + rank.num_blocks * BLOCK_BYTES)
+        starts.append(starts[-1] + -(-rank.buffer_bytes // BLOCK_BYTES) * BLOCK_BYTES)
     return starts
 
 
 def _images(file: SharedFile, layout: WeightLayout) -> list[torch.Tensor]:
     starts = _image_starts(layout)[:-1]
     return [
-        file.bytes[start : start + rank.num_bytes] for start, rank in zip(starts, layout.ranks, strict=True)
+        file.bytes[start : start + rank.buffer_bytes]
+        for start, rank in zip(starts, layout.ranks, strict=True)
     ]
 
 
 def received_images(path: Path, layout: WeightLayout) -> list[torch.Tensor]:
-    """Return the images in another process's receive buffer, by rank, in the weights' dtype."""
+    """Return the weights in another process's receive buffer, by rank, in their dtype."""
     file = SharedFile(path, _image_starts(layout)[-1], is_new=False)
-    return [image.view(layout.dtype) for image in _images(file, layout)]
+    return [
+        image[: rank.num_bytes].view(layout.dtype)
+        for rank, image in zip(layout.ranks, _images(file, layout), strict=True)
+    ]
 
 
 class WeightFetcher:
@@ -150,6 +160,7 @@ class WeightFetcher:
         self._delta = delta
         self._held = [np.zeros(rank.num_blocks, np.uint64) for rank in layout.ranks]
         self._is_held = [np.zeros(rank.num_blocks, bool) for rank in layout.ranks]
+        self._held_of = [np.zeros(rank.num_blocks, np.uint64) for rank in layout.ranks]
         self.take_share(share)
 
     def take_share(self, share: HostShare) -> None:
@@ -164,8 +175,8 @@ class WeightFetcher:
             else blocks
             for rank, blocks in zip(self._layout.ranks, self._needed_by_all, strict=True)
         ]
-        for held in self._is_held:
-            held[:] = False
+        for held in (*self._is_held, *self._held_of):
+            held[:] = 0
 
     def connect(self, transports: Mapping[int, Transport]) -> None:
         """Read from other staging buffers of the same layout, starting with the next fetch."""
@@ -192,6 +203,9 @@ class WeightFetcher:
                 expected=manifest.checksums[rank.rank],
                 held=self._held[rank.rank],
                 is_held=self._is_held[rank.rank],
+                held_of=self._held_of[rank.rank],
+                patches=manifest.patches[rank.rank] if manifest.patches else (),
+                unit=np.dtype(f"u{self._layout.dtype.itemsize}"),
             )
             for rank in self._layout.ranks
             if rank.num_bytes
@@ -219,18 +233,28 @@ class _RankRead:
     received: torch.Tensor
     expected: np.ndarray
     held: np.ndarray
+    """Checksum of what each block had when it was last checked."""
     is_held: np.ndarray
+    """Whether each block has the version."""
+    held_of: np.ndarray
+    """Digest of the version whose bytes each block has, uint64; 0: unknown."""
+    patches: Sequence[Patch]
+    unit: np.dtype[Any]
+    """Unsigned integers of the size of an element."""
     num_bytes_moved: int = 0
     num_bad_blocks: int = 0
     failure: str | None = None
     _memory: np.ndarray = field(init=False)
+    _digest: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._memory = self.received.numpy()
+        self._digest = digest_of(self.expected)
 
     def invalidate(self, *, is_delta: bool) -> None:
         """Drop blocks that are not part of the version; without a delta, drop all."""
         self.is_held &= (self.held == self.expected) if is_delta else np.False_
+        self.held_of[self.is_held] = self._digest
 
     def is_complete(self, needed: np.ndarray) -> bool:
         return bool(self.is_held[needed].all())
@@ -240,24 +264,56 @@ class _RankRead:
             wanted = needed & ~self.is_held
             if not wanted.any():
                 return
-            ranges = byte_ranges(wanted, self.transport.granularity, self.rank.num_bytes)
+            plan, ranges = self._plan(wanted)
             for start, stop in ranges:
-                self.is_held[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)] = False
+                read = slice(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))
+                self.is_held[read], self.held_of[read] = False, 0
                 self.num_bytes_moved += stop - start
             try:
                 await self.transport.read(slot, ranges, self.received, self._check)
+                if plan is not None:
+                    await asyncio.to_thread(self._patch, plan)
             except (ConnectionError, TimeoutError) as error:
                 # The next attempt asks for the missing blocks only.
                 self.failure = f"{type(error).__name__}: {error}"
                 logger.warning("reading from trainer rank %d failed: %s", self.rank.rank, self.failure)
 
+    def _plan(self, wanted: np.ndarray) -> tuple[PatchPlan | None, list[ByteRange]]:
+        """Return the patches to apply, and the ranges to read for them and for all other wanted blocks."""
+        unit, end = self.transport.granularity, self.rank.buffer_bytes
+        whole = byte_ranges(wanted, unit, self.rank.num_bytes)
+        plan = PatchPlan(self.patches, wanted, self.held_of)
+        if not plan.blocks.any():
+            return None, whole
+        read = plan.needs(BLOCK_BYTES, -(-end // BLOCK_BYTES))
+        read[: len(wanted)] |= wanted & ~plan.blocks
+        ranges = byte_ranges(read, unit, end)
+        return (plan, ranges) if _sum(ranges) < _sum(whole) else (None, whole)
+
+    def _patch(self, plan: PatchPlan) -> None:
+        # A range may have covered a block that patches were planned for: it has other bytes then.
+        for block in np.flatnonzero(plan.blocks & (self.held_of != 0) & ~self.is_held):
+            where = block_range(int(block), self.rank.num_bytes)
+            if plan.apply(block, self._memory, self._memory[where].view(self.unit)):
+                self._check((where.start, where.stop))
+            else:
+                self.num_bad_blocks += 1
+            if not self.is_held[block]:
+                self.held_of[block] = 0
+
     def _check(self, arrived: ByteRange) -> None:
         start, stop = arrived
-        for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+        for block in range(start // BLOCK_BYTES, min(-(-stop // BLOCK_BYTES), len(self.expected))):
             found = checksum(self._memory[block_range(block, self.rank.num_bytes)])
             self.held[block] = found
             self.is_held[block] = found == self.expected[block]
             self.num_bad_blocks += int(not self.is_held[block])
+            if self.is_held[block]:
+                self.held_of[block] = self._digest
+
+
+def _sum(ranges: Sequence[ByteRange]) -> int:
+    return sum(stop - start for start, stop in ranges)
 
 
 def byte_ranges(wanted: np.ndarray, granularity: int, num_bytes: int) -> list[ByteRange]:

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from forgeasync.config import Dtype
+from forgeasync.config import PATCH_SHARE, Dtype
 from forgeasync.weights.ledger import BLOCK_BYTES
 
 TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
@@ -105,10 +105,24 @@ class RankLayout:
     host_id: str
     pieces: tuple[Piece, ...]
     num_bytes: int
+    """Bytes of the weights, with what lies between pieces."""
+    patch_bytes: int = 0
+    """Bytes that patches may take behind the weights."""
 
     @property
     def num_blocks(self) -> int:
+        """Number of blocks of the weights."""
         return -(-self.num_bytes // BLOCK_BYTES)
+
+    @property
+    def patch_start(self) -> int:
+        """First byte of the patches."""
+        return self.num_blocks * BLOCK_BYTES
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffer: weights and patches."""
+        return self.patch_start + self.patch_bytes if self.patch_bytes else self.num_bytes
 
 
 class WeightSet(StrEnum):
@@ -218,7 +232,13 @@ def assign_boxes(boxes_by_rank: Sequence[Sequence[Box]]) -> list[list[int]]:
 
 
 def lay_out(
-    weights: Sequence[NamedWeight], indices: Sequence[int], *, rank: int, host_id: str, itemsize: int
+    weights: Sequence[NamedWeight],
+    indices: Sequence[int],
+    *,
+    rank: int,
+    host_id: str,
+    itemsize: int,
+    has_patches: bool = False,
 ) -> RankLayout:
     """Return the staging layout of a rank that publishes its shards of ``weights[index]`` for ``indices``."""
     pieces, end = [], 0
@@ -227,7 +247,10 @@ def lay_out(
         piece = replace(_piece(weight), offset=-(-end // ALIGNMENT) * ALIGNMENT)
         end = piece.offset + piece.num_elements * itemsize
         pieces.append(piece)
-    return RankLayout(rank=rank, host_id=host_id, pieces=tuple(pieces), num_bytes=end)
+    patch_bytes = int(PATCH_SHARE * end) if has_patches else 0
+    return RankLayout(
+        rank=rank, host_id=host_id, pieces=tuple(pieces), num_bytes=end, patch_bytes=patch_bytes
+    )
 
 
 def _piece(weight: NamedWeight) -> Piece:

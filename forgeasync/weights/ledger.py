@@ -24,6 +24,26 @@ from forgeasync.waiting import Monitor
 BLOCK_BYTES = 256 * 2**10
 """Bytes that one checksum covers: few enough to be still in the CPU's cache after they were copied."""
 
+NO_PART = np.iinfo(np.uint32).max
+"""Size of a block's part in ``Patch.sizes`` if the block itself has to be fetched."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """Patch of one rank from a version to a newer one (see ``forgeasync.weights.patches``)."""
+
+    base: int
+    """Digest of the older version."""
+    start: int
+    """First byte of the patch in the staging buffer."""
+    sizes: np.ndarray
+    """Bytes of each block's part, uint32; ``NO_PART`` if the block itself has to be fetched."""
+
+    def bounds(self) -> np.ndarray:
+        """Return where the part of each block begins in the buffer, and where the last one ends, int64."""
+        sizes = np.where(self.sizes == NO_PART, 0, self.sizes)
+        return self.start + np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedShard:
@@ -35,6 +55,8 @@ class StagedShard:
     """Checksum of every block, uint64."""
     staging_s: float
     """Seconds from the start of the copies until the shard was staged, while training continued."""
+    patches: tuple[Patch, ...] = ()
+    """Patches from older versions, newest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +73,8 @@ class Manifest:
     """Seconds until training could continue, of the slowest rank: checking weights and starting copies."""
     staging_s: float
     """Seconds from the start of the copies until the version was staged, of the slowest rank."""
+    patches: tuple[tuple[Patch, ...], ...] = ()
+    """Patches of every rank, newest first, by rank; empty without ``weights.delta``."""
 
     @property
     def digest(self) -> str:

@@ -40,7 +40,7 @@ class Publication:
         self._write = write
         self._transport = transport
         self._start_s = time.perf_counter()
-        self._checksums = copying.submit(write.finish)
+        self._blocks = copying.submit(write.finish)
 
     def until_copied(self) -> None:
         """Wait until the shards may change. Call it in the training thread.
@@ -50,25 +50,28 @@ class Publication:
         """
         self._write.hold_stream()
         if self._write.reads_host:
-            wait([self._checksums])
+            wait([self._blocks])
 
     async def finished(self) -> StagedShard:
         """Wait until the version is staged and the transport has it; does not wait for other ranks."""
-        checksums = await asyncio.wrap_future(self._checksums)
+        blocks = await asyncio.wrap_future(self._blocks)
         await self._transport.staged(self._slot)
         return StagedShard(
             rank=self._rank,
             version=self._version,
-            checksums=checksums,
+            checksums=blocks.checksums,
             staging_s=time.perf_counter() - self._start_s,
+            patches=blocks.patches,
         )
 
 
 class WeightPublisher:
     """Stages this rank's part of every version."""
 
-    def __init__(self, weights: Sequence[NamedWeight], dtype: torch.dtype, *, host_id: str) -> None:
-        """Lay out the weights that this rank publishes.
+    def __init__(
+        self, weights: Sequence[NamedWeight], dtype: torch.dtype, *, host_id: str, has_patches: bool = False
+    ) -> None:
+        """Lay out the weights that this rank publishes, with patches behind them if there are any.
 
         Collective: every rank must pass the same weights in the same order.
         """
@@ -78,7 +81,14 @@ class WeightPublisher:
         rank = dist.get_rank()
         self._host_id = host_id
         self._indices = assign_boxes(boxes_by_rank)[rank]
-        self.layout = lay_out(weights, self._indices, rank=rank, host_id=host_id, itemsize=dtype.itemsize)
+        self.layout = lay_out(
+            weights,
+            self._indices,
+            rank=rank,
+            host_id=host_id,
+            itemsize=dtype.itemsize,
+            has_patches=has_patches,
+        )
         self._dtype = dtype
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="weight-copy")
 

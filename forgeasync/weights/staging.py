@@ -3,9 +3,9 @@
 The trainer copies its shards into one buffer while generators may still read the other one; the ledger
 decides which buffer it may write. A version is written in two parts. ``StagingBuffers.begin``, called by the
 training thread, starts copies from the GPU. ``SlotWrite.finish``, called by another thread during training,
-waits for them, copies shards that are on the host, and computes checksums. Before the shards change, the
-training thread calls ``SlotWrite.hold_stream``, and waits for the end of ``finish`` if shards are on the
-host.
+waits for them, copies shards that are on the host, and computes checksums and patches. Before the shards
+change, the training thread calls ``SlotWrite.hold_stream``, and waits for the end of ``finish`` if shards are
+on the host.
 
 The files outlive the trainer's processes while the run's folder exists: ``StagedVersion`` reads a version
 back if the trainer is gone.
@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from forgeasync.weights.layout import RankLayout, WeightLayout, whole_tensors
-from forgeasync.weights.ledger import BLOCK_BYTES, NUM_SLOTS, Manifest, block_range, checksum
+from forgeasync.weights.ledger import BLOCK_BYTES, NUM_SLOTS, Manifest, Patch, block_range, checksum
+from forgeasync.weights.patches import PatchWriter, StagedContent
 from forgeasync.weights.transports.transport import StagingSource
 
 
@@ -144,7 +145,9 @@ class StagingBuffers:
         self._layout = layout
         self._copies = DeviceCopies()
         self._files = [
-            SharedFile(staging_file(folder, layout.rank, slot), layout.num_bytes, is_new=True, reserve=True)
+            SharedFile(
+                staging_file(folder, layout.rank, slot), layout.buffer_bytes, is_new=True, reserve=True
+            )
             for slot in range(NUM_SLOTS)
         ]
         for slot in range(NUM_SLOTS):
@@ -156,6 +159,7 @@ class StagingBuffers:
             ]
             for slot in range(NUM_SLOTS)
         ]
+        self._contents: dict[int, StagedContent] = {}
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -163,7 +167,7 @@ class StagingBuffers:
 
     def bytes(self, slot: int) -> torch.Tensor:
         """Return a buffer as a uint8 tensor of its layout's length."""
-        return self._files[slot].bytes[: self._layout.num_bytes]
+        return self._files[slot].bytes[: self._layout.buffer_bytes]
 
     @torch.no_grad()
     def begin(self, slot: int, shards: Sequence[torch.Tensor]) -> "SlotWrite":
@@ -172,8 +176,27 @@ class StagingBuffers:
         Call it in the training thread.
         """
         targets = self._targets[slot]
+        self._contents.pop(slot, None)
         copies = self._copies.start(targets, shards)
-        return SlotWrite(self._layout, self._files[slot].memory, targets, shards, copies)
+        return SlotWrite(self, slot, self._layout, targets, shards, copies)
+
+    def blocks(self, slot: int) -> "StagedBlocks":
+        """Return what describes the blocks of a buffer while a version is written into it.
+
+        With patches, they are those from the version in the other buffer, if it has one.
+        """
+        buffer = self.bytes(slot).numpy()
+        base = next((content for other, content in self._contents.items() if other != slot), None)
+        patches = None
+        if self._layout.patch_bytes and base is not None:
+            patches = PatchWriter(self._layout, self._targets[slot][0].itemsize, buffer, base)
+        return StagedBlocks(buffer, self._layout, patches)
+
+    def complete(self, slot: int, blocks: "StagedBlocks") -> None:
+        """Record that a buffer has a whole version."""
+        self._contents[slot] = StagedContent(
+            buffer=self.bytes(slot).numpy(), checksums=blocks.checksums, patches=blocks.patches
+        )
 
 
 class SlotWrite:
@@ -181,15 +204,17 @@ class SlotWrite:
 
     def __init__(
         self,
+        buffers: StagingBuffers,
+        slot: int,
         layout: RankLayout,
-        memory: memoryview,
         targets: Sequence[torch.Tensor],
         shards: Sequence[torch.Tensor],
         copies: StartedCopies | None,
     ) -> None:
         """``copies`` are those of the shards on a GPU; None if there are none."""
+        self._buffers = buffers
+        self._slot = slot
         self._layout = layout
-        self._memory = memory
         self._targets = targets
         self._shards = shards
         self._copies = copies
@@ -205,26 +230,28 @@ class SlotWrite:
             self._copies.hold_stream()
 
     @torch.no_grad()
-    def finish(self) -> np.ndarray:
-        """Wait until the slot has all shards, and return the checksum of every block, uint64.
+    def finish(self) -> "StagedBlocks":
+        """Wait until the slot has all shards; return the checksums and patches of its blocks.
 
         Call it in a thread other than the training thread.
         """
         if self._copies is not None:
             self._copies.wait()
-        sums = _Checksums(self._memory, self._layout)
+        blocks = self._buffers.blocks(self._slot)
         for piece, target, source in zip(self._layout.pieces, self._targets, self._shards, strict=True):
             if source.device.type != "cpu":
-                sums.advance(piece.offset + target.nbytes)
+                blocks.advance(piece.offset + target.nbytes)
                 continue
             if target.nbytes <= BLOCK_BYTES or not source.is_contiguous():
                 target.view(source.shape).copy_(source)
-                sums.advance(piece.offset + target.nbytes)
+                blocks.advance(piece.offset + target.nbytes)
                 continue
             for written in _copy_blocks(target, source.view(-1), piece.offset):
                 # The block is still in the CPU's cache.
-                sums.advance(written)
-        return sums.values
+                blocks.advance(written)
+        blocks.finish()
+        self._buffers.complete(self._slot, blocks)
+        return blocks
 
 
 def _copy_blocks(target: torch.Tensor, source: torch.Tensor, offset: int) -> Iterator[int]:
@@ -244,21 +271,34 @@ def _copy_blocks(target: torch.Tensor, source: torch.Tensor, offset: int) -> Ite
             yield last
 
 
-class _Checksums:
-    """Computes checksums of blocks in order, as soon as the blocks are written."""
+class StagedBlocks:
+    """Checksums and patches of a version's blocks, made in order, as soon as each block is written."""
 
-    def __init__(self, memory: memoryview, layout: RankLayout) -> None:
-        self._memory = memory
+    def __init__(self, buffer: np.ndarray, layout: RankLayout, writer: PatchWriter | None) -> None:
+        """Describe the weights in ``buffer`` (uint8); without ``writer`` there are no patches."""
+        self._buffer = buffer
         self._num_bytes = layout.num_bytes
+        self._writer = writer
         self._next, self._next_stop = 0, min(BLOCK_BYTES, layout.num_bytes)
-        self.values = np.zeros(layout.num_blocks, np.uint64)
+        self.checksums = np.zeros(layout.num_blocks, np.uint64)
+        """Checksum of every block, uint64."""
+        self.patches: tuple[Patch, ...] = ()
+        """Patches from older versions, newest first."""
 
     def advance(self, written: int) -> None:
         """Record that everything before byte ``written`` is written."""
-        while self._next_stop <= written and self._next < len(self.values):
-            self.values[self._next] = checksum(self._memory[block_range(self._next, self._num_bytes)])
+        while self._next_stop <= written and self._next < len(self.checksums):
+            found = checksum(self._buffer[block_range(self._next, self._num_bytes)])
+            self.checksums[self._next] = found
+            if self._writer is not None:
+                self._writer.add(self._next, found)
             self._next += 1
             self._next_stop = block_range(self._next, self._num_bytes).stop
+
+    def finish(self) -> None:
+        """Complete the patches, when all blocks are written."""
+        if self._writer is not None:
+            self.patches = self._writer.finish()
 
 
 class VersionUnreadable(OSError):

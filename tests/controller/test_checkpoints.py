@@ -328,7 +328,7 @@ def staged(tmp_path: Path) -> StagedWeights:
             TENSORS["embedding"][rows[0] : sum(rows)],
             torch.stack([TENSORS[name][:, columns[0] : sum(columns)] for name in stacked]),
         ]
-        checksums.append(buffers.begin(1, shards).finish())
+        checksums.append(buffers.begin(1, shards).finish().checksums)
         ranks.append(layout)
         sources.append(StagingSource(host_id="h", paths=buffers.paths))
     layout = WeightLayout(dtype=torch.float32, ranks=tuple(ranks))

@@ -26,6 +26,8 @@ from forgeasync.weights import (
     RankSource,
     ReceiveBuffer,
     SharedMemoryTransport,
+    StagedBlocks,
+    StagedShard,
     StagingBuffers,
     StagingSource,
     Transport,
@@ -46,7 +48,7 @@ def connected(
     made.connect(
         RankSource(
             rank=rank.rank,
-            num_bytes=rank.num_bytes,
+            num_bytes=rank.buffer_bytes,
             staging=source,
             generator_host=source.host_id,
             lease_timeout_s=60.0,
@@ -85,17 +87,20 @@ class FolderPublisher:
 
     def stage(self, slot: int, version: int, tensors: dict[str, torch.Tensor]) -> Manifest:
         """Stage tensors of the folder's names and shapes."""
-        checksums = self.buffers.begin(slot, [tensors[name] for name in self.tensors]).finish()
-        return make_manifest(self.layout, version, slot, checksums)
+        staged = self.buffers.begin(slot, [tensors[name] for name in self.tensors]).finish()
+        return make_manifest(self.layout, version, slot, staged)
 
 
-def make_manifest(layout: WeightLayout, version: int, slot: int, *checksums: np.ndarray) -> Manifest:
-    """``checksums`` are those of every rank's blocks."""
+def make_manifest(
+    layout: WeightLayout, version: int, slot: int, *staged: StagedBlocks | StagedShard
+) -> Manifest:
+    """``staged`` is what each rank has staged."""
     return Manifest(
         version=version,
         slot=slot,
         layout_digest=layout.digest,
-        checksums=checksums,
+        checksums=tuple(blocks.checksums for blocks in staged),
+        patches=tuple(blocks.patches for blocks in staged),
         waited_s=0.0,
         staging_s=0.0,
     )
@@ -158,9 +163,9 @@ def publish_and_die(staging: Path, link: Connection) -> None:
     rank = RankLayout(rank=0, host_id="h", pieces=(piece,), num_bytes=4 * num_elements)
     layout = WeightLayout(dtype=torch.float32, ranks=(rank,))
     buffers = StagingBuffers(staging, rank, torch.float32)
-    checksums = buffers.begin(0, [torch.full(box.size, constant(1))]).finish()
+    staged = buffers.begin(0, [torch.full(box.size, constant(1))]).finish()
     source = StagingSource(host_id="h", paths=buffers.paths)
-    link.send((layout, source, make_manifest(layout, 1, 0, checksums)))
+    link.send((layout, source, make_manifest(layout, 1, 0, staged)))
     half_way = buffers.bytes(1).view(torch.float32)
     half_way[: num_elements // 2] = constant(2)
     os.kill(os.getpid(), signal.SIGKILL)

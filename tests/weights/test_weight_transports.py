@@ -78,7 +78,7 @@ async def open_ends(
     through: Callable[[StagingSource], StagingSource] = lambda one: one,
 ) -> tuple[WeightPublisher, WeightFetcher, WeightLayout, Path]:
     """A publisher, and the fetcher and receive buffer of a generator on its host."""
-    publisher = WeightPublisher(named(make_weights(0)), torch.float32, host_id=HOST)
+    publisher = WeightPublisher(named(make_weights(0)), torch.float32, host_id=HOST, has_patches=True)
     layout = WeightLayout(dtype=torch.float32, ranks=(publisher.layout,))
     source = await publisher.open(folder, build_transport(choice), generator_hosts=frozenset({HOST}))
     section = WeightsSection(transport=choice)
@@ -103,7 +103,7 @@ async def carry(choice: TransportChoice, folder: Path, num_versions: int) -> lis
     for version in range(1, num_versions + 1):
         slot = version % 2
         staged = await publisher.begin(slot, version, named(make_weights(version))).finished()
-        report = await fetcher.fetch(make_manifest(layout, version, slot, staged.checksums))
+        report = await fetcher.fetch(make_manifest(layout, version, slot, staged))
         assert report.is_complete and report.num_bad_blocks == 0
         # Later reads are asked for ranges that start in the middle of the buffer.
         assert (report.num_bytes_moved == publisher.layout.num_bytes) is (version == 1)
@@ -170,7 +170,7 @@ def test_what_a_cut_connection_lost_is_fetched_again(times: int, is_complete: bo
     async def fetch() -> FetchReport:
         publisher, fetcher, layout, _ = await open_ends("tcp", tmp_path, through=Cut(3 * BLOCK_BYTES, times))
         staged = await publisher.begin(0, 1, named(make_weights(1))).finished()
-        return await fetcher.fetch(make_manifest(layout, 1, 0, staged.checksums))
+        return await fetcher.fetch(make_manifest(layout, 1, 0, staged))
 
     report = asyncio.run(fetch())
     assert report.is_complete is is_complete and report.num_bad_blocks == 0

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from forgeasync.config import (
+    Delta,
     LoraSection,
     ParallelSection,
     RunConfig,
@@ -51,7 +52,7 @@ class Case:
     """None: one of the test's own."""
     num_generators: int
     trainer_host: str = "host-0"
-    delta: bool = False
+    delta: Delta = Delta.OFF
     lora: tuple[str, ...] = ()
     """The layers that have adapters: only these travel, merged on arrival."""
 
@@ -77,12 +78,13 @@ CASES = {
         parallel=ParallelSection(num_procs=2, tensor=2, expert=2),
         transport="shared_memory",
         num_generators=2,
-        delta=True,
+        delta=Delta.EXACT,
     ),
     "fsdp2_tp2_ep2-rdma-2_generators": Case(
         parallel=ParallelSection(num_procs=4, tensor=2, expert=2),
         transport="rdma",
         num_generators=2,
+        delta=Delta.EXACT,
     ),
     "ep2-adapters_of_all": Case(parallel=EP2, transport="auto", num_generators=1, lora=ALL_LAYERS),
     # Each shares a parameter of the engine with a layer that stays as it is.

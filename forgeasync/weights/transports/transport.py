@@ -296,7 +296,7 @@ def connect_transports(
         transport.connect(
             RankSource(
                 rank=rank.rank,
-                num_bytes=rank.num_bytes,
+                num_bytes=rank.buffer_bytes,
                 staging=source,
                 generator_host=generator_host,
                 lease_timeout_s=section.lease_timeout_s,
