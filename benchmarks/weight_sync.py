@@ -1,4 +1,4 @@
-"""Weights on their way from the trainer to engines that decode: each transport, by the size of the model.
+"""Weights on their way from the trainer to engines that decode, by transport and by the size of the model.
 
     python benchmarks/weight_sync.py [--sizes 2M,50M,500M] [--steps N] [--rounds N] [--out FILE.json]
 
@@ -10,6 +10,8 @@ has medians over steps and rounds.
 - fetch: while the generator decodes
 - pause: how long decoding stands still for the swap
 - moved: bytes that the fetches moved, of those that the engine needs
+
+The rows with a learning rate are of bfloat16 weights with ``weights.delta: exact``.
 """
 
 import argparse
@@ -23,7 +25,12 @@ from common import RESULTS, machine_facts, print_table, write_json, write_model
 import forgeasync as fa
 from forgeasync.testing import tiny_config
 
-TRANSPORTS = ("shared_memory", "rdma", "tcp", "torchstore")
+BF16 = "weights.transport=tcp generator.dtype=bfloat16"
+CASES = {name: f"weights.transport={name}" for name in ("shared_memory", "rdma", "tcp", "torchstore")}
+CASES["tcp, bfloat16"] = BF16
+for rate in ("1e-6", "1e-5", "1e-4"):
+    CASES[f"tcp, {rate}"] = f"{BF16} weights.delta=exact trainer.optimizer.learning_rate={rate}"
+"""Overrides of a run, by the name of its row."""
 DIMENSIONS = ("hidden_size", "num_hidden_layers", "head_dim", "num_experts", "moe_intermediate_size")
 SIZES = {"2M": (128, 4, 32, 8, 128), "50M": (512, 7, 128, 16, 256), "500M": (1024, 6, 256, 32, 768)}
 """Dimensions of a Qwen3-MoE, by its number of parameters."""
@@ -32,12 +39,10 @@ TIMES = {"publish_s": 1, "fetch_s": 1, "pause_s": 2}
 """Digits of the table's milliseconds."""
 
 
-def measure(transport: str, model: Path, num_steps: int, run_dir: Path) -> dict[str, float]:
-    """Run one transport once. Returns medians over steps."""
+def measure(case: str, model: Path, num_steps: int, run_dir: Path) -> dict[str, float]:
+    """Run one case once. Returns medians over steps."""
     config = tiny_config(model).model_copy(update={"run_dir": str(run_dir)})
-    result = fa.train(
-        config, [f"max_steps={num_steps + NUM_SKIPPED_STEPS}", f"weights.transport={transport}"]
-    )
+    result = fa.train(config, [f"max_steps={num_steps + NUM_SKIPPED_STEPS}", *CASES[case].split()])
 
     def median(key: str) -> float:
         return statistics.median([value for _, value in result.metric(key)][NUM_SKIPPED_STEPS:])
@@ -73,11 +78,11 @@ def main() -> None:
             model = Path(folder) / size
             write_model(model, **dict(zip(DIMENSIONS, SIZES[size], strict=True)))
             for number in range(arguments.rounds):
-                for shift in range(len(TRANSPORTS)):
-                    transport = TRANSPORTS[(number + shift) % len(TRANSPORTS)]
-                    run_dir = Path(folder) / f"{size}-{transport}-{number}"
-                    found = measure(transport, model, arguments.steps, run_dir)
-                    runs.setdefault((size, transport), []).append(found)
+                for shift in range(len(CASES)):
+                    case = list(CASES)[(number + shift) % len(CASES)]
+                    run_dir = Path(folder) / f"{size}-{case}-{number}"
+                    found = measure(case, model, arguments.steps, run_dir)
+                    runs.setdefault((size, case), []).append(found)
     print_table(
         "new weights, while the generator decodes",
         ("model", "transport", "publish", "fetch", "pause", "moved"),

@@ -8,7 +8,7 @@ term are assumed to move at full speed, so the times are lower bounds.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forgeasync.config import LocalLauncher, ModelFacts, RunConfig, ShadowMemory, num_hosts
+from forgeasync.config import Delta, LocalLauncher, ModelFacts, RunConfig, ShadowMemory, num_hosts
 from forgeasync.models import BYTES_PER_ELEMENT, expected_shapes, version_bytes
 from forgeasync.planning.parameters import count_parameters, generator_parameters_per_rank
 
@@ -29,6 +29,12 @@ CORE_COPY_BYTES_PER_S = 5e9
 
 CORE_CHECKSUM_BYTES_PER_S = 15e9
 """Rate at which one core computes xxh3 of bytes in its cache."""
+
+CORE_COMPARE_BYTES_PER_S = 2.5e9
+"""Rate at which one core finds and encodes the elements that changed since the last version."""
+
+CHANGED_SHARE = 0.02
+"""Bytes of changed elements to all bytes, in bfloat16 at a learning rate of 1e-6."""
 
 RELOAD_S_PER_TENSOR = 0.0005
 """Time for Python and a kernel launch per tensor; ``reload_weights`` of vLLM loads each tensor twice."""
@@ -56,15 +62,22 @@ def weight_times(config: RunConfig, facts: ModelFacts) -> list[TimeTerm]:
         _moved("publish: copy", per_rank, what, PCIE_BYTES_PER_S, "PCIe", ", beside the next forward pass"),
         _moved("publish: checksums", per_rank, what, CORE_CHECKSUM_BYTES_PER_S, "a core"),
     ]
+    moved, of_what = 1.0, ""
+    if config.weights.delta is Delta.EXACT:
+        terms.append(_moved("publish: patches", per_rank, what, CORE_COMPARE_BYTES_PER_S, "a core"))
+        moved, of_what = CHANGED_SHARE, f", {CHANGED_SHARE:.0%} of a version's"
     counts = None if isinstance(launcher, LocalLauncher) else num_hosts(launcher)
     num_replicas = config.generator.num_replicas // (1 if counts is None else counts.generators)
     share = version / num_replicas
     what = f", the share of one of {num_replicas} replicas"
     if counts is None:
-        terms.append(_moved("fetch: copy", share, f"{what},", CORE_COPY_BYTES_PER_S, "a core"))
+        terms.append(
+            _moved("fetch: copy", moved * share, f"{of_what}{what},", CORE_COPY_BYTES_PER_S, "a core")
+        )
     else:
         sent = version * counts.generators / counts.trainer
         slowest, where = max((version, " into a generator host"), (sent, " out of a trainer host"))
+        slowest, where = moved * slowest, f"{of_what}{where}"
         terms.append(_moved("fetch: network", slowest, where, NETWORK_BYTES_PER_S, "one card of 400 Gb/s"))
     terms.append(_moved("fetch: checksums", share, f"{what} a host,", CORE_CHECKSUM_BYTES_PER_S, "a core"))
     if config.lora is None:

@@ -372,7 +372,7 @@ class TrainerActor(Actor):
         )
 
     @concurrent_endpoint
-    async def lay_out_weights(self, dtype: Dtype, has_patches: bool) -> RankLayout:
+    async def lay_out_weights(self, dtype: Dtype, has_patches: bool = False) -> RankLayout:
         """Agree with the other ranks on who publishes what; return what this rank publishes."""
 
         def lay_out() -> WeightPublisher:

@@ -245,7 +245,7 @@ class TrainerMesh:
             )
         return await self.open_staging(folders, transport, generator_hosts=generator_hosts)
 
-    async def lay_out_weights(self, dtype: Dtype, has_patches: bool) -> WeightLayout:
+    async def lay_out_weights(self, dtype: Dtype, has_patches: bool = False) -> WeightLayout:
         """Assign shards to the ranks that publish them, and lay out their staging buffers."""
         ranks = await self._on_every_rank(
             lambda actor, _: actor.lay_out_weights.call_one(dtype, has_patches),

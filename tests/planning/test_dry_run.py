@@ -283,6 +283,15 @@ def test_a_version_crosses_the_network_once_for_each_generator_host() -> None:
     assert found["fetch: checksums"].seconds == pytest.approx(VERSION / 4 / 15e9, rel=0.01)
 
 
+def test_with_a_delta_the_changed_elements_cross_the_network() -> None:
+    whole, delta = terms(*HOSTS), terms(*HOSTS, "weights.delta=exact")
+    ratio = delta["fetch: network"].seconds / whole["fetch: network"].seconds
+    assert ratio == pytest.approx(0.02)
+    assert "2% of a version's" in delta["fetch: network"].how
+    assert delta["publish: patches"].seconds == pytest.approx(VERSION / 16 / 2.5e9, rel=0.01)
+    assert delta["fetch: checksums"] == whole["fetch: checksums"], "every block is compared"
+
+
 def test_pauses_by_route() -> None:
     found = terms(*HOSTS)
     per_gpu = VERSION / 2

@@ -168,6 +168,16 @@ def test_adapters_are_counted_and_the_base_model_is_frozen() -> None:
     assert "merged weights, each replica" not in {item.name for item in served}
 
 
+def test_patches_take_a_quarter_more_of_the_buffers_of_weights() -> None:
+    def host(*changes: str) -> dict[str, int]:
+        config = _case(TINY, "trainer.parallel={num_procs: 2, expert: 1}", *changes).config
+        return {item.name: item.num_bytes for item in host_memory(config, TINY, Machine.CPU)}
+
+    whole, delta = host(), host("weights.delta=exact")
+    for name in ("staging buffers, all ranks", "receive buffer, each host"):
+        assert delta[name] == pytest.approx(1.25 * whole[name])
+
+
 # --- engines, their files and payloads ---
 
 

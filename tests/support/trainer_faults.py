@@ -113,7 +113,7 @@ def _bring_about(fault: TrainerFault, mark: Path) -> None:
         case Moment.SNAPSHOT:
             import_module("forgeasync.trainer.run_checkpoint").finish = happen
         case Moment.STAGING:
-            import_module("forgeasync.weights.staging")._Checksums = happen
+            import_module("forgeasync.weights").SlotWrite.finish = happen
         case Moment.CHECKPOINT:
             written = import_module("forgeasync.trainer.run_checkpoint")
             written.publish = written.partial_folder = happen
