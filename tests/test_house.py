@@ -26,20 +26,20 @@ other rooms can see."""
 MAX_CODE = {
     "algorithms": 1025,
     "buffer": 2035,
-    "config": 2666,
+    "config": 2670,
     "controller": 4072,
     "environments": 6835,
     "generator": 3139,
     "isolation": 2495,
     "models": 1608,
     "observability": 2747,
-    "planning": 2351,
+    "planning": 2366,
     "plugins": 5094,
     "rollouts": 2215,
-    "runtime": 6765,
+    "runtime": 6779,
     "scoring": 2565,
     "trainer": 4118,
-    "weights": 1326,
+    "weights": 1537,
 }
 """Lines of code of each room, without blanks, comments and docstrings. Lower a number when a room shrinks.
 To raise one, say in docs/architecture.md what the lines bring."""

@@ -230,7 +230,7 @@ def describe_bottleneck(measured: MeasuredSteps | None) -> str:
         (
             measured.publish_share,
             "publishing bounds the run: training waited for it",
-            "use a faster weights.transport, or weights.delta",
+            "use a faster weights.transport",
         ),
         (
             measured.controller_share,

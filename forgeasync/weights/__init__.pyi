@@ -25,7 +25,6 @@ from .layout import whole_tensors as whole_tensors
 from .ledger import BLOCK_BYTES as BLOCK_BYTES
 from .ledger import Manifest as Manifest
 from .ledger import NUM_SLOTS as NUM_SLOTS
-from .ledger import Patch as Patch
 from .ledger import StagedShard as StagedShard
 from .ledger import WeightExchange as WeightExchange
 from .ledger import WeightLedger as WeightLedger
@@ -51,7 +50,6 @@ from .layout import SEGMENT_BYTES as SEGMENT_BYTES
 from .layout import assign_boxes as assign_boxes
 from .layout import join as join
 from .staging import SlotWrite as SlotWrite
-from .staging import StagedBlocks as StagedBlocks
 from .staging import VersionUnreadable as VersionUnreadable
 from .transports.auto import AutoTransport as AutoTransport
 from .transports.rdma import RdmaTransport as RdmaTransport

@@ -26,8 +26,6 @@ from forgeasync.weights import (
     RankSource,
     ReceiveBuffer,
     SharedMemoryTransport,
-    StagedBlocks,
-    StagedShard,
     StagingBuffers,
     StagingSource,
     Transport,
@@ -91,10 +89,8 @@ class FolderPublisher:
         return make_manifest(self.layout, version, slot, staged)
 
 
-def make_manifest(
-    layout: WeightLayout, version: int, slot: int, *staged: StagedBlocks | StagedShard
-) -> Manifest:
-    """``staged`` is what each rank has staged."""
+def make_manifest(layout: WeightLayout, version: int, slot: int, *staged: Any) -> Manifest:
+    """``staged``: what ``SlotWrite.finish`` or ``Publication.finished`` of each rank has returned."""
     return Manifest(
         version=version,
         slot=slot,

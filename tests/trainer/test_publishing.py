@@ -4,6 +4,7 @@ import asyncio
 import queue
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import xxhash
 from forgeasync.config import ParallelSection
 from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import PolicyTrainer, pack_row
-from forgeasync.weights import BLOCK_BYTES, SharedMemoryTransport, SlotWrite, StagedBlocks, WeightPublisher
+from forgeasync.weights import BLOCK_BYTES, SharedMemoryTransport, SlotWrite, WeightPublisher
 from tests.support import lora, trainers
 from tests.support.processes import run_ranks
 from tests.support.trainers import make_sequences
@@ -42,7 +43,7 @@ def _train_while_copying(folder: Path, staging: Path, has_adapters: bool) -> Non
     let_go = threading.Event()
     finish, step = SlotWrite.finish, trainer._optimizer.step
 
-    def held_finish(write: SlotWrite) -> StagedBlocks:
+    def held_finish(write: SlotWrite) -> Any:
         let_go.wait()
         events.put("copies")
         return finish(write)
