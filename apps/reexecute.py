@@ -97,8 +97,6 @@ def start(arguments: argparse.Namespace) -> str | None:
     plan = plan_reexecution(
         arguments.run, first=arguments.first, last=arguments.last, overrides=arguments.overrides
     )
-    if plan.other_machine is not None:
-        print(f"warning: the run's machine was a {plan.other_machine}, whose kernels may round differently")
     if plan.num_not_sampled:
         print(f"{plan.num_not_sampled} groups began before the checkpoint and are not sampled again")
     different = run_main(reexecute(plan))

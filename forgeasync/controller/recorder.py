@@ -17,6 +17,7 @@ from forgeasync.checkpoints import RunState
 from forgeasync.config import RunConfig, is_served
 from forgeasync.files import JsonLines
 from forgeasync.generator import EngineStats, SwapReport
+from forgeasync.models import kernel_digest
 from forgeasync.observability import (
     BadBatches,
     EndedEpisodes,
@@ -193,7 +194,7 @@ class RunRecorder:
         self._execution: ExecutionLog | None = None
         if config.record_execution:
             step = 0 if resumed is None else resumed.step
-            self._execution = ExecutionLog(run_dir.execution, step=step)
+            self._execution = ExecutionLog(run_dir.execution, step=step, kernels=kernel_digest())
         self._tokens: TokenLines | None = None
         if config.logging.rollouts_per_step:
             keeps_texts = config.serving.keep_texts or not is_served(config)

@@ -16,6 +16,7 @@ from forgeasync.config import JudgeReward, RunConfig, load_config, named_sources
 from forgeasync.controller.starting import Fleet
 from forgeasync.environments import response_of, sampling_seed
 from forgeasync.generator import TokenDifference
+from forgeasync.models import kernel_digest
 from forgeasync.observability import Execution, RecordedStep, RunDir, machine_name
 from forgeasync.rollouts import (
     EVERY_HOST,
@@ -44,8 +45,6 @@ class Reexecution:
     digests: dict[int, str]
     groups: dict[int, SpilledGroup]
     """Groups of all steps by draw."""
-    other_machine: str | None
-    """Processor of the run's machine, if this one has another."""
 
     @property
     def scores_again(self) -> bool:
@@ -80,10 +79,15 @@ def plan_reexecution(
         overrides: Changes of the run's config, as on the command line.
 
     Raises:
-        ConfigError: The run has no record of these steps, or an override is wrong.
+        ConfigError: The run has no record of these steps, this machine's kernels round differently from those
+            of the run's, or an override is wrong.
     """
     run_dir = RunDir(path=run)
     execution = _read_execution(run_dir)
+    if execution.kernels != kernel_digest():
+        remedy = f"was recorded on a {execution.machine}, whose kernels round differently from those here"
+        remedy += f" ({machine_name()}); must be executed again on such a machine"
+        raise ConfigError([Problem(field="RUN", value=str(run), remedy=remedy)])
     recorded = load_config([run_dir.config])
     checkpoint = None if not first else _checkpoint(recorded, run_dir, first)
     begin, newest = first or 0, max(execution.steps, default=0)
@@ -97,7 +101,6 @@ def plan_reexecution(
     known = tuple(one for one in steps if one is not None)
     groups = dict(_read_groups(run_dir, known))
     config = load_config([run_dir.config], [*_settings(recorded, run), *overrides])
-    machine = machine_name()
     return Reexecution(
         config=config,
         checkpoint=checkpoint,
@@ -105,7 +108,6 @@ def plan_reexecution(
         steps=known,
         digests=execution.digests,
         groups=groups,
-        other_machine=None if machine == execution.machine else execution.machine,
     )
 
 

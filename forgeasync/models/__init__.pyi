@@ -1,3 +1,4 @@
+from .batch_invariant import kernel_digest as kernel_digest
 from .batch_invariant import linear_by_blocks as linear_by_blocks
 from .facts import SHIPPED_MODELS as SHIPPED_MODELS
 from .facts import check_checkpoint_shapes as check_checkpoint_shapes

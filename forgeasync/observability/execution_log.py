@@ -15,7 +15,7 @@ import msgspec
 
 from forgeasync.files import JsonLines, whole_lines
 
-FORMAT = 1
+FORMAT = 2
 """Version of the lines' format, which the first line states."""
 
 
@@ -25,6 +25,7 @@ class _Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun", tag_field="
     step: int
     format: int
     machine: str
+    kernels: str
 
 
 class RecordedStep(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="event"):
@@ -63,10 +64,10 @@ def machine_name() -> str:
 class ExecutionLog:
     """Writes ``execution.jsonl``."""
 
-    def __init__(self, path: Path, *, step: int) -> None:
-        """Append to ``path``; the run continues after ``step``."""
+    def __init__(self, path: Path, *, step: int, kernels: str) -> None:
+        """Append to ``path``; the run continues after ``step``. ``kernels`` is the machine's digest."""
         self.lines = JsonLines(path)
-        self._write(_Begun(step=step, format=FORMAT, machine=machine_name()))
+        self._write(_Begun(step=step, format=FORMAT, machine=machine_name(), kernels=kernels))
 
     def trained(self, step: RecordedStep) -> None:
         """Record a step."""
@@ -89,6 +90,8 @@ class Execution:
     """Digest of the weights by version; versions that were not published are missing."""
     machine: str
     """Processor of the run's machine."""
+    kernels: str
+    """Digest of what that machine's kernels compute (``models.kernel_digest``)."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -98,21 +101,21 @@ class Execution:
             FileNotFoundError: The run has no record.
             ValueError: A line cannot be read by this version.
         """
-        steps, digests, machine = {}, {}, ""
+        steps, digests, machine, kernels = {}, {}, "", ""
         for number, line in enumerate(whole_lines(path), start=1):
             try:
                 match _DECODER.decode(line):
-                    case _Begun(format=version, machine=name):
-                        machine = name
+                    case _Begun(format=version) as begun:
                         if version != FORMAT:
                             raise ValueError(f"it has format {version}; must have {FORMAT}")
+                        machine, kernels = begun.machine, begun.kernels
                     case RecordedStep() as recorded:
                         steps[recorded.step] = recorded
                     case _Published() as published:
                         digests[published.step] = published.digest
             except (msgspec.MsgspecError, ValueError) as error:
                 raise ValueError(f"line {number} cannot be read by this version: {error}") from None
-        return cls(steps=steps, digests=digests, machine=machine)
+        return cls(steps=steps, digests=digests, machine=machine, kernels=kernels)
 
 
 def recorded_draws(path: Path) -> frozenset[int]:

@@ -124,6 +124,14 @@ def test_a_damaged_record_is_refused(run: Path) -> None:
     assert code == 2 and "is missing: step 1 trained on it" in lines[-1]
 
 
+def test_a_machine_whose_kernels_round_differently_is_refused(run: Path) -> None:
+    lines = list(map(json.loads, (run / "execution.jsonl").read_text().splitlines()))
+    lines[0] |= {"machine": "Another Processor", "kernels": f"{int(lines[0]['kernels'], 16) ^ 1:016x}"}
+    (run / "execution.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    code, said = execute_again(run)
+    assert code == 2 and "was recorded on a Another Processor, whose kernels round differently" in said[-1]
+
+
 def test_the_last_bit_of_a_weight_is_found(run: Path) -> None:
     shard = next((run / "checkpoints" / "step-00000002" / "trainer").glob("*.distcp"))
     content = bytearray(shard.read_bytes())
