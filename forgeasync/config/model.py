@@ -134,6 +134,14 @@ class ModelFacts:
     latent: LatentAttention | None = None
     routing: BiasedRouting | None = None
     """Routing of DeepSeek-V3; None: softmax scores, normalized over the chosen experts."""
+    num_mtp_layers: int = 0
+    """Number of layers of multi-token prediction after the others, which are not trained."""
+    partial_rotary_factor: float = 1.0
+    """Part of each head that is rotated."""
+    has_attention_biases: bool = False
+    """Whether projections to queries, keys and values have biases."""
+    has_head_norms: bool = False
+    """Whether queries and keys have norms, in families where that is an option."""
 
     @property
     def num_moe_layers(self) -> int:
@@ -144,6 +152,13 @@ class ModelFacts:
     def shared_hidden_size(self) -> int:
         """Hidden size of the network that all shared experts form together; 0 without shared experts."""
         return 0 if self.routing is None else self.routing.num_shared_experts * self.expert_hidden_size
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of dimensions of a head that are rotated."""
+        if self.latent is not None:
+            return self.latent.rope_head_dim
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def value_head_dim(self) -> int:

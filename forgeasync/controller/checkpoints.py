@@ -390,7 +390,7 @@ class Rescue:
         # The trainer may still be writing the folder with the final name.
         folder = self.folder.with_name(LAST_PUBLISHED)
         if lora is None:
-            writer = HfFolderWriter(folder, source=prepared.model_path)
+            writer = HfFolderWriter(folder, source=prepared.model_path, facts=prepared.facts)
             for name, tensor in version.tensors():
                 writer.add(name, tensor)
             writer.finish()

@@ -50,6 +50,7 @@ from forgeasync.models import (
     check_config,
     model_folder,
     read_model_facts,
+    untrained_tensors,
 )
 from forgeasync.observability import check_run_dir, check_wandb
 from forgeasync.planning import (
@@ -181,8 +182,16 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
         train=train,
         sets=evaluated,
         resumed=resumed,
-        warnings=(*request_warnings(config, facts), *warnings),
+        warnings=(*request_warnings(config, facts), *warnings, *_untrained(folder, facts)),
     )
+
+
+def _untrained(folder: Path, facts: ModelFacts) -> Iterator[str]:
+    if names := untrained_tensors(folder, facts):
+        yield (
+            f"num_nextn_predict_layers = {facts.num_mtp_layers}: {len(names)} tensors for multi-token "
+            "prediction are not trained; exported folders have them unchanged"
+        )
 
 
 def load_tasks(

@@ -13,6 +13,7 @@ from .hf_folder import CheckpointTensors as CheckpointTensors
 from .hf_folder import FolderNotWritten as FolderNotWritten
 from .hf_folder import HfFolderWriter as HfFolderWriter
 from .hf_folder import MAX_FILE_BYTES as MAX_FILE_BYTES
+from .hf_folder import untrained_tensors as untrained_tensors
 from .hf_folder import use_umask as use_umask
 from .hf_folder import writing as writing
 from .rules import BYTES_PER_ELEMENT as BYTES_PER_ELEMENT

@@ -1,20 +1,24 @@
-"""DeepSeek-V3 and other models of its model_type: latent attention, shared experts, biased routing."""
+"""DeepSeek-V3 and Kimi K2: latent attention, shared experts, biased routing."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from forgeasync.config import BiasedRouting, LatentAttention, ModelFacts, YarnRope
+from forgeasync.config import LatentAttention, ModelFacts, YarnRope
 from forgeasync.models.family import (
     ConfigReader,
     Family,
     Shape,
+    biased_moe_shapes,
     common_sizes,
-    expert_shapes,
     network_shapes,
     norm_shapes,
+    read_biased_routing,
+    refuse_attention_variants,
     refuse_common_variants,
+    routing_sizes,
 )
 
 if TYPE_CHECKING:
@@ -27,7 +31,7 @@ _LATENT_NORM_EPS = 1e-6
 """Epsilon of the latents' norms in transformers, whatever rms_norm_eps is. vLLM uses rms_norm_eps."""
 
 
-def _read(reader: ConfigReader) -> ModelFacts:
+def _read(model_type: str, reader: ConfigReader) -> ModelFacts:
     _refuse_variants(reader)
     num_heads = reader.integer("num_attention_heads")
     latent = LatentAttention(
@@ -38,7 +42,7 @@ def _read(reader: ConfigReader) -> ModelFacts:
         value_head_dim=reader.integer("v_head_dim"),
     )
     return ModelFacts(
-        model_type="deepseek_v3",
+        model_type=model_type,
         num_layers=reader.integer("num_hidden_layers"),
         hidden_size=reader.integer("hidden_size"),
         num_heads=num_heads,
@@ -57,25 +61,20 @@ def _read(reader: ConfigReader) -> ModelFacts:
         dense_hidden_size=reader.integer("intermediate_size"),
         rope_scaling=_read_scaling(reader),
         latent=latent,
-        routing=BiasedRouting(
-            num_groups=reader.integer("n_group"),
-            num_limited_groups=reader.integer("topk_group"),
-            normalizes=reader.boolean("norm_topk_prob"),
-            scale=reader.number("routed_scaling_factor"),
-            num_shared_experts=reader.integer("n_shared_experts"),
-        ),
+        routing=read_biased_routing(reader),
+        num_mtp_layers=reader.num_mtp_layers(),
     )
 
 
 def _refuse_variants(reader: ConfigReader) -> None:
     refuse_common_variants(reader)
+    refuse_attention_variants(reader)
     reader.only("moe_layer_freq", 1)
+    # transformers derives the first two from others. Latents are expanded to keys and values of all heads.
+    reader.ignore("head_dim", "qk_head_dim", "num_key_value_heads")
     reader.only("rope_interleave", True)
     reader.only("scoring_func", "sigmoid", required="absent means softmax to vLLM")
     reader.only("topk_method", "noaux_tc", required="absent means a choice without bias to vLLM")
-    # TorchTitan's model has no layers for multi-token prediction, so an export would lose them.
-    reader.only("num_nextn_predict_layers", 0, None)
-    reader.only("num_mtp_layers", 0, None)
     reader.only("rms_norm_eps", _LATENT_NORM_EPS)
 
 
@@ -96,26 +95,22 @@ def _read_scaling(reader: ConfigReader) -> YarnRope | None:
 
 
 def _sizes(facts: ModelFacts) -> dict[str, object]:
-    assert facts.latent is not None and facts.routing is not None
-    latent, routing = facts.latent, facts.routing
-    return common_sizes(facts) | {
-        "q_lora_rank": latent.query_rank or None,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_nope_head_dim": latent.nope_head_dim,
-        "qk_rope_head_dim": latent.rope_head_dim,
-        "qk_head_dim": facts.head_dim,
-        # transformers uses head_dim as the number of rotated dimensions.
-        "head_dim": latent.rope_head_dim,
-        "v_head_dim": latent.value_head_dim,
-        "n_routed_experts": facts.num_experts,
-        "num_experts_per_tok": facts.top_k,
-        "moe_intermediate_size": facts.expert_hidden_size,
-        "first_k_dense_replace": facts.num_dense_layers,
-        "intermediate_size": facts.dense_hidden_size,
-        "n_group": routing.num_groups,
-        "topk_group": routing.num_limited_groups,
-        "n_shared_experts": routing.num_shared_experts,
-    }
+    assert facts.latent is not None
+    latent = facts.latent
+    return (
+        common_sizes(facts)
+        | routing_sizes(facts)
+        | {
+            "q_lora_rank": latent.query_rank or None,
+            "kv_lora_rank": latent.kv_rank,
+            "qk_nope_head_dim": latent.nope_head_dim,
+            "qk_rope_head_dim": latent.rope_head_dim,
+            "qk_head_dim": facts.head_dim,
+            # transformers uses head_dim as the number of rotated dimensions.
+            "head_dim": latent.rope_head_dim,
+            "v_head_dim": latent.value_head_dim,
+        }
+    )
 
 
 def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
@@ -124,14 +119,7 @@ def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
         return shapes | network_shapes(
             "mlp", hidden_size=facts.hidden_size, inner_size=facts.dense_hidden_size
         )
-    return (
-        shapes
-        | expert_shapes(facts)
-        | {"mlp.gate.e_score_correction_bias": (facts.num_experts,)}
-        | network_shapes(
-            "mlp.shared_experts", hidden_size=facts.hidden_size, inner_size=facts.shared_hidden_size
-        )
-    )
+    return shapes | biased_moe_shapes(facts)
 
 
 def _attention_shapes(facts: ModelFacts) -> dict[str, Shape]:
@@ -236,8 +224,11 @@ def _titan() -> TitanFamily:
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    read=_read,
+    read=partial(_read, "deepseek_v3"),
     sizes=_sizes,
     layer_shapes=_layer_shapes,
     titan=_titan,
 )
+
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", read=partial(_read, "kimi_k2"))
+"""The same model by another ``model_type``, which transformers 5.19 does not have. vLLM 0.32 maps it too."""

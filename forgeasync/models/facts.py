@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from forgeasync.config import ModelFacts
 from forgeasync.models.family import ConfigReader, Shape
-from forgeasync.models.rules import FAMILIES, expected_shapes
+from forgeasync.models.rules import FAMILIES, expected_shapes, is_untrained
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
 SHIPPED_MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
@@ -70,15 +70,21 @@ def parse_model_facts(raw: Mapping[str, object], path: str) -> ModelFacts:
     Raises:
         ConfigError: See ``read_model_facts``.
     """
-    model_type = raw["model_type"] if "model_type" in raw else None
-    if model_type not in FAMILIES:
+    names = raw.get("architectures")
+    architecture = names[0] if isinstance(names, list) and len(names) == 1 else names
+    families = {name: family for name, family in FAMILIES.items() if family.architecture == architecture}
+    if not families:
         # Other families lack most of the keys below, and listing these would hide the real problem.
-        supported = ", ".join(map(repr, FAMILIES))
-        raise _error(path, f"its config.json has model_type {model_type!r}; only {supported} are supported")
-    family = FAMILIES[str(model_type)]
+        supported = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES.values()))
+        remedy = f"its config.json has architectures = {names!r}; only {supported} are supported"
+        raise _error(path, f"{remedy} (to add one: docs/models.md#new-families)")
+    if (model_type := raw.get("model_type")) not in families:
+        expected = " or ".join(map(repr, families))
+        remedy = f"its config.json has model_type = {model_type!r}; {architecture} has {expected}"
+        raise _error(path, remedy)
     reader = ConfigReader(raw, path)
-    reader.only("architectures", [family.architecture], None)
-    facts = family.read(reader)
+    facts = families[str(model_type)].read(reader)
+    reader.refuse_unread()
     raise_if_any(reader.problems)
     return facts
 
@@ -208,6 +214,7 @@ def _compare(folder: Path, found: dict[str, Shape], facts: ModelFacts) -> list[P
             remedies.append(f"tensor {name} has shape {found[name]}, its config.json says {shape}")
     # Some exporters also write a tied output layer. It equals the embedding and is not read.
     ignored = {"lm_head.weight"} if facts.tie_word_embeddings else set()
+    ignored |= {name for name in found if is_untrained(name, facts)}
     for name in sorted(found.keys() - expected.keys() - ignored):
         remedies.append(f"tensor {name} of shape {found[name]} has no place in its config.json")
     problems = [_problem(folder, remedy) for remedy in remedies[:MAX_PROBLEMS]]

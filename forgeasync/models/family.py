@@ -5,16 +5,44 @@ Needs no weights and no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forgeasync.config import ModelFacts
+from forgeasync.config import BiasedRouting, ModelFacts
 from forgeasync.schema import Problem
 
 if TYPE_CHECKING:
     from forgeasync.models.titan_family import TitanFamily
 Shape = tuple[int, ...]
+
+
+HARMLESS = frozenset(
+    """architectures model_type _name_or_path auto_map tokenizer_class transformers_version
+    transformers.js_config unsloth_fixed unsloth_version is_llama_config torch_dtype dtype
+    bos_token_id eos_token_id pad_token_id max_length use_cache return_dict output_attentions
+    output_hidden_states output_router_logits _attn_implementation_autoset chunk_size_feed_forward
+    id2label label2id problem_type is_encoder_decoder
+    initializer_range router_aux_loss_coef aux_loss_alpha seq_aux ep_size""".split()
+)
+"""Keys of config.json that do not change what a model computes: names, files, tokens, outputs, training."""
+
+
+class _Keys(Mapping[str, object]):
+    """A mapping that knows which keys were looked up."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self.values_by_key, self.seen = values, set[str]()
+
+    def __getitem__(self, key: str) -> object:
+        self.seen.add(key)
+        return self.values_by_key[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_by_key)
+
+    def __len__(self) -> int:
+        return len(self.values_by_key)
 
 
 class ConfigReader:
@@ -25,9 +53,22 @@ class ConfigReader:
     """
 
     def __init__(self, raw: Mapping[str, object], path: str) -> None:
-        self._raw = raw
+        self._raw = _Keys(raw)
+        self._rope = {name: _Keys(_as_mapping(raw.get(name))) for name in ("rope_parameters", "rope_scaling")}
         self._path = path
         self.problems: list[Problem] = []
+
+    def ignore(self, *names: str) -> None:
+        """Let keys have any value, because the model does not depend on them."""
+        self._raw.seen.update(names)
+
+    def refuse_unread(self) -> None:
+        """Refuse keys that were not read, unless they are null or harmless."""
+        sources = {"": self._raw} | {f"{name}.": keys for name, keys in self._rope.items()}
+        for prefix, keys in sources.items():
+            for name in sorted(set(keys) - keys.seen - HARMLESS):
+                if (value := keys[name]) is not None:
+                    self.add_problem(f"has {prefix}{name} = {value!r}; this key is not supported")
 
     def add_problem(self, remedy: str) -> None:
         """Add a problem. ``remedy`` continues the sentence "its config.json ..."."""
@@ -36,6 +77,7 @@ class ConfigReader:
 
     def integer(self, *names: str, default: int | None = None) -> int:
         """Read a positive integer under the first of ``names`` that exists."""
+        self.ignore(*names)
         for name in names:
             if name in self._raw:
                 value = self._raw[name]
@@ -56,6 +98,13 @@ class ConfigReader:
             return 0
         return self.integer(name)
 
+    def num_mtp_layers(self) -> int:
+        """Read the number of layers of multi-token prediction; a missing key means 0."""
+        # transformers 5 also writes num_mtp_layers.
+        names = ("num_nextn_predict_layers", "num_mtp_layers")
+        self.ignore(*names)
+        return next((self.count(name) for name in names if self._raw.get(name) is not None), 0)
+
     def boolean(self, name: str, default: bool | None = None) -> bool:
         if name in self._raw and isinstance(self._raw[name], bool):
             return self._raw[name] is True
@@ -74,7 +123,8 @@ class ConfigReader:
 
     def rope_theta(self) -> float:
         """Read ``rope_theta`` from ``rope_parameters``, where transformers 5 writes it, or the top level."""
-        nested = self._mapping("rope_parameters")
+        self.ignore("rope_theta")
+        nested = self._rope["rope_parameters"]
         if "rope_theta" in nested:
             return self._positive("rope_parameters.rope_theta", nested["rope_theta"])
         if "rope_theta" not in self._raw:
@@ -86,11 +136,13 @@ class ConfigReader:
         """Read the type of rotary frequencies, one of ``supported``. The first one is the placeholder."""
         source, scaling = self._rope_scaling()
         # Older files have the key rope_scaling.type.
+        scaling.seen.add("type")
         name = next((name for name in ("rope_type", "type") if name in scaling), None)
         kind = "default" if name is None else scaling[name]
         if kind not in supported:
             expected = " or ".join(map(repr, supported))
             self.add_problem(f"has {source}.{name} = {kind!r}; only {expected} is supported")
+            scaling.seen.update(scaling)
             return supported[0]
         return str(kind)
 
@@ -122,29 +174,34 @@ class ConfigReader:
             if others:
                 self.add_problem(f"has layer_types with {others[0]!r}; only 'full_attention' is supported")
 
+    def partial_rotary_factor(self, default: float) -> float:
+        """Read which part of each head is rotated."""
+        self.ignore("partial_rotary_factor")
+        for source, prefix in ((self._rope["rope_parameters"], "rope_parameters."), (self._raw, "")):
+            if (value := source.get("partial_rotary_factor")) is not None:
+                return self._positive(f"{prefix}partial_rotary_factor", value)
+        return default
+
     def full_rotation(self) -> None:
         """Refuse rotary embeddings that cover only a part of each head."""
-        for source, prefix in ((self._raw, ""), (self._mapping("rope_parameters"), "rope_parameters.")):
-            value = source.get("partial_rotary_factor", 1.0)
-            if value not in (None, 1.0):
-                self.add_problem(f"has {prefix}partial_rotary_factor = {value!r}; only 1.0 is supported")
+        if (factor := self.partial_rotary_factor(default=1.0)) != 1.0:
+            self.add_problem(f"has partial_rotary_factor = {factor!r}; only 1.0 is supported")
 
-    def _rope_scaling(self) -> tuple[str, Mapping[str, object]]:
+    def _rope_scaling(self) -> tuple[str, _Keys]:
         """Return the key of the settings of rotary scaling, and their values."""
-        for name in ("rope_parameters", "rope_scaling"):
-            if values := self._mapping(name):
-                return name, values
-        return "rope_parameters", {}
-
-    def _mapping(self, name: str) -> Mapping[str, object]:
-        value = self._raw.get(name)
-        return value if isinstance(value, dict) else {}
+        name = next((name for name, keys in self._rope.items() if keys), "rope_parameters")
+        self.ignore(name)
+        return name, self._rope[name]
 
     def _positive(self, name: str, value: object) -> float:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
             return float(value)
         self.add_problem(f"has {name} = {value!r}; expected a positive number")
         return 1.0
+
+
+def _as_mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, dict) else {}
 
 
 def _as_json(value: object) -> str:
@@ -174,11 +231,42 @@ class Family:
 def refuse_common_variants(reader: ConfigReader) -> None:
     """Refuse options that transformers has for all families and TorchTitan supports for none."""
     reader.only("hidden_act", "silu")
-    reader.only("attention_bias", False)
     reader.only("attention_dropout", 0.0, None)
     reader.only("quantization_config", None)
-    reader.full_rotation()
+    reader.only("pretraining_tp", 1, None)
     reader.all_full_attention()
+
+
+def refuse_attention_variants(reader: ConfigReader) -> None:
+    """Refuse biases of attention and partial rotation."""
+    reader.only("attention_bias", False)
+    reader.full_rotation()
+
+
+def read_biased_routing(reader: ConfigReader) -> BiasedRouting:
+    return BiasedRouting(
+        num_groups=reader.integer("n_group"),
+        num_limited_groups=reader.integer("topk_group"),
+        normalizes=reader.boolean("norm_topk_prob"),
+        scale=reader.number("routed_scaling_factor"),
+        num_shared_experts=reader.integer("n_shared_experts"),
+    )
+
+
+def routing_sizes(facts: ModelFacts) -> dict[str, object]:
+    """Return the sizes in config.json of layers with biased routing, and of the layers around them."""
+    assert facts.routing is not None
+    return {
+        "n_routed_experts": facts.num_experts,
+        "num_experts_per_tok": facts.top_k,
+        "moe_intermediate_size": facts.expert_hidden_size,
+        "first_k_dense_replace": facts.num_dense_layers,
+        "intermediate_size": facts.dense_hidden_size,
+        "n_group": facts.routing.num_groups,
+        "topk_group": facts.routing.num_limited_groups,
+        "n_shared_experts": facts.routing.num_shared_experts,
+        "num_nextn_predict_layers": facts.num_mtp_layers,
+    }
 
 
 def attention_shapes(facts: ModelFacts) -> dict[str, Shape]:
@@ -219,6 +307,14 @@ def network_shapes(prefix: str, *, hidden_size: int, inner_size: int) -> dict[st
         f"{prefix}.up_proj.weight": (inner_size, hidden_size),
         f"{prefix}.down_proj.weight": (hidden_size, inner_size),
     }
+
+
+def biased_moe_shapes(facts: ModelFacts) -> dict[str, Shape]:
+    """Return the shapes of a layer with biased routing: experts, the routers' biases and shared experts."""
+    shared = network_shapes(
+        "mlp.shared_experts", hidden_size=facts.hidden_size, inner_size=facts.shared_hidden_size
+    )
+    return expert_shapes(facts) | {"mlp.gate.e_score_correction_bias": (facts.num_experts,)} | shared
 
 
 def expert_shapes(facts: ModelFacts) -> dict[str, Shape]:

@@ -10,7 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from forgeasync.config import ModelFacts
 from forgeasync.files import publish_folder
+from forgeasync.models.rules import is_untrained
 
 MAX_FILE_BYTES = 4 * 2**30
 """Maximum size of a weight file in bytes, unless one tensor is larger."""
@@ -80,12 +82,17 @@ def removing(partial: Path, folder: Path) -> Iterator[None]:
 class HfFolderWriter:
     """Writes a Hugging Face folder: numbered safetensors files, in the order of ``add``, and their index.
 
-    Every call raises FolderNotWritten if the disk is full or fails, and then removes all files.
+    Layers of multi-token prediction are copied from the source, one tensor at a time. Every call raises
+    FolderNotWritten if the disk is full or fails, and then removes all files.
     """
 
-    def __init__(self, folder: Path, *, source: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    def __init__(
+        self, folder: Path, *, source: Path, facts: ModelFacts, max_file_bytes: int = MAX_FILE_BYTES
+    ) -> None:
         """Begin ``folder`` with copies of the config, tokenizer and generation settings of ``source``."""
         self._folder = folder
+        self._source = source
+        self._untrained = untrained_tensors(source, facts)
         self._max_file_bytes = max_file_bytes
         self._waiting: dict[str, torch.Tensor] = {}
         self._names_of_files: list[list[str]] = []
@@ -117,6 +124,10 @@ class HfFolderWriter:
 
     def finish(self) -> None:
         """Write the remaining tensors and the index, and rename the folder to its final name."""
+        if self._untrained:
+            tensors = CheckpointTensors(self._source)
+            for name in self._untrained:
+                self.add(name, tensors[name])
         self._write()
         weight_map: dict[str, str] = {}
         for index, names in enumerate(self._names_of_files):
@@ -146,6 +157,9 @@ class CheckpointTensors:
         self._open: dict[Path, safe_open] = {}
         self._folder = folder
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
@@ -173,6 +187,13 @@ class CheckpointTensors:
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt").__enter__()
         return self._open[file]
+
+
+def untrained_tensors(folder: Path, facts: ModelFacts) -> list[str]:
+    """Return the names of the tensors of a Hugging Face folder that belong to multi-token prediction."""
+    if not facts.num_mtp_layers:
+        return []
+    return [name for name in CheckpointTensors(folder) if is_untrained(name, facts)]
 
 
 def use_umask(file: Path) -> None:

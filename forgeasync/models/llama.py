@@ -12,6 +12,7 @@ from forgeasync.models.family import (
     attention_shapes,
     common_sizes,
     network_shapes,
+    refuse_attention_variants,
     refuse_common_variants,
 )
 
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 
 def _read(reader: ConfigReader) -> ModelFacts:
     refuse_common_variants(reader)
+    refuse_attention_variants(reader)
     reader.only("mlp_bias", False)
-    reader.only("pretraining_tp", 1, None)
+    reader.only("rope_interleaved", False)
     num_layers, hidden_size = reader.integer("num_hidden_layers"), reader.integer("hidden_size")
     num_heads = reader.integer("num_attention_heads")
     return ModelFacts(

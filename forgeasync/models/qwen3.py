@@ -14,6 +14,7 @@ from forgeasync.models.family import (
     common_sizes,
     expert_shapes,
     network_shapes,
+    refuse_attention_variants,
     refuse_common_variants,
 )
 
@@ -51,6 +52,8 @@ def _read_moe(reader: ConfigReader) -> ModelFacts:
     reader.only("norm_topk_prob", True, required="absent means false")
     reader.only("decoder_sparse_step", 1)
     reader.only("mlp_only_layers", [], None)
+    # Layers without experts would have this size.
+    reader.ignore("intermediate_size")
     return ModelFacts(
         model_type="qwen3_moe",
         num_layers=reader.integer("num_hidden_layers"),
@@ -72,7 +75,9 @@ def _read_moe(reader: ConfigReader) -> ModelFacts:
 
 def _refuse_variants(reader: ConfigReader) -> None:
     refuse_common_variants(reader)
+    refuse_attention_variants(reader)
     reader.only("use_sliding_window", False)
+    reader.ignore("sliding_window", "max_window_layers")
     reader.rope_type("default")
 
 

@@ -1,6 +1,7 @@
 """Sizes that follow from a run's config and its model, and rules that both must satisfy together."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 
 from forgeasync.config import (
@@ -17,13 +18,16 @@ from forgeasync.config import (
     longest_response,
     num_groups_held,
 )
-from forgeasync.models.deepseek_v3 import DEEPSEEK_V3
+from forgeasync.models.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from forgeasync.models.family import Family, Shape
+from forgeasync.models.glm4_moe import GLM4_MOE
 from forgeasync.models.llama import LLAMA
 from forgeasync.models.qwen3 import QWEN3, QWEN3_MOE
 from forgeasync.schema import Problem
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN3, QWEN3_MOE, LLAMA, DEEPSEEK_V3)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (QWEN3, QWEN3_MOE, LLAMA, DEEPSEEK_V3, KIMI_K2, GLM4_MOE)
+}
 """Families by ``model_type``. To add one, add a file beside this one and its name here."""
 
 
@@ -39,6 +43,12 @@ def expected_shapes(facts: ModelFacts) -> dict[str, Shape]:
     if not facts.tie_word_embeddings:
         shapes["lm_head.weight"] = vocabulary
     return shapes
+
+
+def is_untrained(name: str, facts: ModelFacts) -> bool:
+    """Return whether a tensor of a checkpoint belongs to a layer of multi-token prediction."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and 0 <= int(layer[1]) - facts.num_layers < facts.num_mtp_layers
 
 
 LOGITS_CHUNK_TOKENS = 1024
@@ -306,8 +316,8 @@ def check_router_bias(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]
 
 
 def check_lora_family(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Refuse adapters for models with latent attention and shared experts, which adapters do not support."""
-    if config.lora is not None and facts.latent is not None:
+    """Refuse adapters for models with shared experts, which adapters do not support."""
+    if config.lora is not None and facts.routing is not None:
         yield Problem(
             field="lora",
             remedy=f"must be left out: models of model_type {facts.model_type!r} cannot have adapters",
@@ -363,8 +373,8 @@ def check_fidelity(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
         yield Problem(
             field="lora", remedy="must be left out with fidelity = 'bitwise': its layers have no adapters"
         )
-    if facts.latent is not None:
-        remedy = "has latent attention, which fidelity = 'bitwise' does not support"
+    if facts.routing is not None:
+        remedy = f"has model_type {facts.model_type!r}, which fidelity = 'bitwise' does not support"
         yield Problem(field="model.path", value=config.model.path, remedy=remedy)
     elif is_on_gpus and not 32 <= facts.head_dim < 256:
         # From 256 on, vLLM 0.32's attention has other tiles for prompts than for single tokens.

@@ -31,8 +31,8 @@ class TitanFamily:
     """
     parallelize: Callable[..., object]
     """TorchTitan's function that parallelizes the model."""
-    adapter: type[StateDictAdapter]
-    """Mapping from Hugging Face tensors to TorchTitan's names."""
+    adapter: Callable[..., StateDictAdapter]
+    """Class or function that makes the mapping from Hugging Face tensors to TorchTitan's names."""
 
 
 def norm_config(size: int, facts: ModelFacts) -> RMSNorm.Config:
@@ -43,6 +43,25 @@ def set_norm_eps(layer: TransformerBlock.Config, facts: ModelFacts) -> None:
     """Set the model's norm epsilon, because TorchTitan's builders use their own."""
     layer.attention_norm = replace(layer.attention_norm, eps=facts.rms_norm_eps)
     layer.ffn_norm = replace(layer.ffn_norm, eps=facts.rms_norm_eps)
+
+
+class PartialCosSinRoPE(CosSinRoPE):
+    """Rotary embeddings of the first ``dim`` dimensions of each head, in the rotate-half layout."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        pass
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dim = self.config.dim
+        rotated = super().forward(query[..., :dim], key[..., :dim], positions)
+        query, key = (
+            torch.cat([part, whole[..., dim:]], dim=-1)
+            for part, whole in zip(rotated, (query, key), strict=True)
+        )
+        return query, key
 
 
 class Llama3CosSinRoPE(CosSinRoPE):

@@ -409,9 +409,8 @@ class _Count:
                 # The values are a view of the product that also contains keys, so the whole product is kept.
                 kept += heads * latent.nope_head_dim
         # Cosines and sines; the kernel's sums of exponentials.
-        rope_dim = facts.head_dim if facts.latent is None else facts.latent.rope_head_dim
         return _Part(
-            whole=self.tokens * (kept * element + 2 * rope_dim * FLOAT32_BYTES)
+            whole=self.tokens * (kept * element + 2 * facts.rotary_dim * FLOAT32_BYTES)
             + self.kernel_tokens * (kernel * element + heads * FLOAT32_BYTES)
             + gathered
             + extra,

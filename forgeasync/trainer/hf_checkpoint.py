@@ -145,7 +145,7 @@ def save(
     tensors = full_tensors(model, facts)
     try:
         if dist.get_rank() == 0:
-            writer = HfFolderWriter(folder, source=source, max_file_bytes=max_file_bytes)
+            writer = HfFolderWriter(folder, source=source, facts=facts, max_file_bytes=max_file_bytes)
             for name, tensor in tensors:
                 writer.add(name, tensor)
             writer.finish()

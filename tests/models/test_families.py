@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from forgeasync.config import ParallelSection, RouterBias
-from forgeasync.models import check_checkpoint_shapes, read_model_facts
+from forgeasync.models import check_checkpoint_shapes, read_model_facts, untrained_tensors
 from forgeasync.trainer import TrainingSequence, hf_checkpoint, pack_row
-from tests.support.families import VARIANTS, write_family
+from tests.support.families import VARIANTS, load_family, write_family
 from tests.support.processes import run_ranks
 from tests.support.references import reference_logprobs
 from tests.support.trainers import make_trainer, named_tensors, plain_sequence
 
 MAX_FILE_BYTES = 40_000
+
+MTP_VARIANTS = {"deepseek_v3_yarn", "glm4_moe", "glm4_moe_air"}
+"""Those with layers of multi-token prediction."""
 
 SPEED = 0.01
 
@@ -52,11 +54,51 @@ def test_logprobs_are_those_of_transformers(
 ) -> None:
     found = run_ranks(1, _logprobs, folders, sequences)[0]
     for variant, folder in folders.items():
-        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        reference = load_family(folder, dtype=torch.float32)
         with torch.no_grad():
             expected = torch.cat([reference_logprobs(reference, sequence) for sequence in sequences])
         torch.testing.assert_close(found[variant].double(), expected, atol=1e-4, rtol=0, msg=variant)
         assert expected.std() > 0.3, f"{variant}: a nearly uniform model would hide mistakes"
+
+
+def _gradients(
+    folders: dict[str, Path], sequences: list[TrainingSequence]
+) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for name, folder in folders.items():
+        trainer = make_trainer(folder)
+        (trainer.logprobs(pack_row(sequences)) * _weights(sequences)).sum().backward()
+        found[name] = named_tensors(trainer, gradients=True)
+    return found
+
+
+def _weights(sequences: list[TrainingSequence]) -> torch.Tensor:
+    """Of the log-probabilities, in the sum whose gradient is compared."""
+    num_targets = sum(len(sequence.response_ids_T) for sequence in sequences)
+    return torch.linspace(-1.0, 1.0, num_targets)
+
+
+def test_gradients_are_those_of_transformers(
+    folders: dict[str, Path], sequences: list[TrainingSequence], tmp_path: Path
+) -> None:
+    """In float64 there: each tensor's error is at most 1e-4 of its largest gradient."""
+    found = run_ranks(1, _gradients, folders, sequences)[0]
+    for variant, folder in folders.items():
+        reference = load_family(folder, dtype=torch.float64, experts_implementation="eager")
+        # Padding would have no gradient, but it is an ordinary token here.
+        reference.get_input_embeddings().padding_idx = None
+        logprobs = torch.cat([reference_logprobs(reference, sequence) for sequence in sequences])
+        (logprobs * _weights(sequences)).sum().backward()
+        for parameter in reference.parameters():
+            parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        # Files have a tensor per expert.
+        reference.save_pretrained(tmp_path / variant)
+        expected = load_file(tmp_path / variant / "model.safetensors")
+        assert found[variant].keys() == {name for name in expected if not name.endswith("correction_bias")}
+        for name, gradient in found[variant].items():
+            error = (gradient.double() - expected[name].double()).abs().max()
+            assert error <= 1e-4 * expected[name].abs().max(), (variant, name)
+            assert expected[name].any() or ".experts." in name, (variant, name)
 
 
 def _biases(folder: Path, sequences: list[TrainingSequence]) -> dict[RouterBias, dict[str, torch.Tensor]]:
@@ -75,7 +117,7 @@ def test_biases_of_routers_follow_the_load_or_stay(
     """Against the choices of transformers' routers: Wang et al. (2024), algorithm 1, changes centred."""
     found = run_ranks(1, _biases, folders["deepseek_v3"], sequences)[0]
     before = load_file(folders["deepseek_v3"] / "model.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(folders["deepseek_v3"], dtype=torch.float32)
+    model = load_family(folders["deepseek_v3"], dtype=torch.float32)
     facts = read_model_facts(str(folders["deepseek_v3"]))
     chosen: dict[int, list[torch.Tensor]] = {}
     for layer in range(facts.num_dense_layers, facts.num_layers):
@@ -124,14 +166,17 @@ def test_files_there_and_back_are_bit_exact(folders: dict[str, Path], tmp_path: 
             after |= tensors
         assert before.keys() == after.keys(), variant
         assert all(torch.equal(before[name], after[name]) for name in before), variant
+        assert all(before[name].dtype == after[name].dtype for name in before), variant
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
         assert check_checkpoint_shapes(folder, read_model_facts(str(folder))) == []
         for file in ("config.json", "tokenizer.json", "generation_config.json"):
             assert (folder / file).read_text() == (source / file).read_text()
-        loaded, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True
-        )
-        assert not report["missing_keys"] and not report["unexpected_keys"], variant
-        original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
+        loaded, report = load_family(folder, dtype=torch.float32, output_loading_info=True)
+        untrained = set(untrained_tensors(folder, read_model_facts(str(folder))))
+        assert bool(untrained) == (variant in MTP_VARIANTS)
+        layers = {name.split(".")[2] for name in untrained}
+        assert {name.split(".")[2] for name in report["unexpected_keys"]} == layers, variant
+        assert not report["missing_keys"], variant
+        original = load_family(source, dtype=torch.float32).state_dict()
         for name, tensor in loaded.state_dict().items():
             assert torch.equal(original[name], tensor), (variant, name)

@@ -19,15 +19,15 @@ from tests.support.processes import run_alone, run_ranks
 from tests.support.trainers import make_trainer
 from tests.support.weight_service import FolderPublisher
 
-SAMPLING = SamplingSection(temperature=0.9, max_response_tokens=40)
+SAMPLING = SamplingSection(temperature=0.9, top_p=0.9, max_response_tokens=40)
 
-ENGINE_VARIANTS = ("qwen3_tied", "llama3_rope", "deepseek_v3_yarn")
+ENGINE_VARIANTS = ("qwen3_tied", "llama3_rope", "deepseek_v3_yarn", "kimi_k2", "glm4_moe", "glm4_moe_air")
 
 
 def _records(folder: Path) -> CaptureSpec:
     facts = read_model_facts(str(folder))
     return CaptureSpec(
-        routing=facts.num_experts > 0, kept_tokens=False, num_dense_layers=facts.num_dense_layers
+        routing=facts.num_experts > 0, kept_tokens=True, num_dense_layers=facts.num_dense_layers
     )
 
 
@@ -69,6 +69,7 @@ def _trained_logprobs(folder: Path, rollouts: tuple[Rollout, ...]) -> tuple[torc
                 behavior_logprobs_T=rollout.logprobs_T,
                 ages_T=np.zeros(rollout.num_response_tokens, np.int32),
                 advantage=1.0,
+                kept_tokens=rollout.kept_tokens,
                 expert_ids_SMK=None if rollout.routed_experts is None else rollout.routed_experts.to_dense(),
             )
             for rollout in rollouts

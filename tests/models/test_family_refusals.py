@@ -16,12 +16,12 @@ from forgeasync.controller import prepare
 from forgeasync.models import check_config, parse_model_facts
 from forgeasync.schema import ConfigError
 from tests.support.config_samples import FACTS, HF_CONFIG, MINIMAL, only
-from tests.support.families import LLAMA3_SCALING, VARIANTS, YARN_SCALING, write_family
+from tests.support.families import LLAMA3_SCALING, YARN_SCALING, config_json, write_family
 
 
 def raw_config(variant: str, **changes: object) -> dict[str, object]:
     """The config.json of a variant, with changes; ``...`` takes a key out."""
-    own = HF_CONFIG if variant == "qwen3_moe" else json.loads(VARIANTS[variant]().to_json_string())
+    own = HF_CONFIG if variant == "qwen3_moe" else config_json(variant)
     raw = own | {"vocab_size": 100} | changes
     return {name: value for name, value in raw.items() if value is not ...}
 
@@ -35,8 +35,16 @@ def raw_config(variant: str, **changes: object) -> dict[str, object]:
         ("qwen3_moe", {"rope_theta": ...}, r"lacks rope_theta.*positive number"),
         ("qwen3_moe", {"rms_norm_eps": 0}, r"rms_norm_eps = 0.*expected a positive number"),
         ("qwen3_moe", {"tie_word_embeddings": 1}, r"tie_word_embeddings = 1.*expected true or false"),
-        ("qwen3_moe", {"model_type": "mistral"}, r"'mistral'.*only 'qwen3', 'qwen3_moe', 'll"),
-        ("qwen3_moe", {"architectures": ["Other"]}, r"\['Other'\].*only \['Qwen3MoeForCausalLM'\] is"),
+        (
+            "qwen3_moe",
+            {"model_type": "mistral"},
+            r"'mistral'; Qwen3MoeForCausalLM has 'qwen3_moe'",
+        ),
+        (
+            "qwen3_moe",
+            {"architectures": ["Other"]},
+            r"\['Other'\]; only Qwen3For.*, Glm4Moe.*models.md#new",
+        ),
         ("qwen3_moe", {"norm_topk_prob": False}, r"norm_topk_prob = False.*only True is supported"),
         ("qwen3_moe", {"norm_topk_prob": ...}, r"lacks norm_topk_prob.*must be true"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\].*only \[\] is supported"),
@@ -59,7 +67,7 @@ def raw_config(variant: str, **changes: object) -> dict[str, object]:
         ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config.*'fp8'.*None"),
         ("llama", {"mlp_bias": True}, r"mlp_bias = True.*only False"),
         ("llama", {"attention_bias": True}, r"attention_bias = True.*only False"),
-        ("llama", {"architectures": ["LlamaModel"]}, r"\['LlamaModel'\].*\['LlamaForCausalLM'\]"),
+        ("llama", {"architectures": ["LlamaModel"]}, r"\['LlamaModel'\].*LlamaForCausalLM,"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
@@ -70,10 +78,29 @@ def raw_config(variant: str, **changes: object) -> dict[str, object]:
             {"rope_parameters": LLAMA3_SCALING | {"factor": -1}},
             r"rope_parameters.factor = -1.*expected a positive number",
         ),
+        ("qwen3_moe", {"architectures": ...}, r"architectures = None; only Qwen3ForCausalLM"),
+        # Whatever no family reads, whether it is known to change what a model computes or not.
+        ("llama", {"attn_logit_softcapping": 30.0}, r"attn_logit_softcapping = 30.0; this key is not"),
+        ("llama", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping = 30.0; this key is not"),
+        ("llama", {"residual_multiplier": 0.22}, r"residual_multiplier = 0.22; this key is not supported"),
+        ("llama", {"sliding_window": 64}, r"sliding_window = 64; this key is not supported"),
+        ("llama", {"rope_interleaved": True}, r"rope_interleaved = True; only False is supported"),
+        ("qwen3", {"logit_scale": 0.5}, r"logit_scale = 0.5; this key is not supported"),
+        ("qwen3_moe", {"use_qk_norm": False}, r"use_qk_norm = False; this key is not supported"),
+        ("deepseek_v3", {"attention_bias": True}, r"attention_bias = True; only False is supported"),
+        ("kimi_k2", {"mup_base_width": 256}, r"mup_base_width = 256; this key is not supported"),
+        ("glm4_moe", {"my_own": [1]}, r"my_own = \[1\]; this key is not supported"),
+        (
+            "llama3_rope",
+            {"rope_parameters": LLAMA3_SCALING | {"attention_factor": 1.1}},
+            r"rope_parameters.attention_factor = 1.1; this key is not supported",
+        ),
         ("deepseek_v3", {"scoring_func": ...}, r"lacks scoring_func.*'sigmoid'.*softmax to vLLM"),
         ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func = 'softmax'.*only 'sigmoid'"),
         ("deepseek_v3", {"topk_method": "greedy"}, r"topk_method = 'greedy'.*only 'noaux_tc'"),
-        ("deepseek_v3", {"num_nextn_predict_layers": 1}, r"num_nextn_predict_layers = 1.*only 0"),
+        ("deepseek_v3", {"num_nextn_predict_layers": -1}, r"num_nextn_predict_layers = -1.*expected"),
+        ("glm4_moe", {"head_dim": 33}, r"head_dim = 33 and partial_rotary_factor = 0.5.*must be even"),
+        ("glm4_moe", {"partial_rotary_factor": ..., "rope_parameters": {}}, r"lacks rope_theta"),
         ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave = False.*only True"),
         ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps = 1e-05.*only 1e-06"),
         (
@@ -97,6 +124,26 @@ def run_config(**changes: object) -> RunConfig:
 
 
 DENSE = parse_model_facts(raw_config("qwen3"), "dense")
+
+
+@pytest.mark.parametrize(
+    ("variant", "found"),
+    [
+        ("qwen3", {"max_window_layers": 28, "sliding_window": 4096, "use_sliding_window": False}),
+        ("qwen3_moe", {"intermediate_size": 6144, "router_aux_loss_coef": 0.001, "rope_scaling": None}),
+        ("llama", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}),
+        ("kimi_k2", {"aux_loss_alpha": 0.001, "auto_map": {}, "ep_size": 1, "seq_aux": True}),
+        ("deepseek_v3", {"moe_layer_freq": 1, "pretraining_tp": 1, "head_dim": 7, "some_option": None}),
+        ("glm4_moe", {"torch_dtype": "bfloat16", "eos_token_id": [1, 2], "transformers_version": "4.54.0"}),
+    ],
+)
+def test_keys_that_change_nothing_are_not_read(variant: str, found: dict[str, object]) -> None:
+    """Those that published models have."""
+    raw = raw_config(variant)
+    assert parse_model_facts(raw | found, variant) == parse_model_facts(raw, variant)
+
+
+GLM = parse_model_facts(raw_config("glm4_moe"), "glm")
 DEEPSEEK = parse_model_facts(raw_config("deepseek_v3"), "deepseek")
 UPDATED_BIAS = {"trainer": {"router_bias": "updated"}}
 
@@ -139,10 +186,12 @@ def with_routing(**changes: int) -> ModelFacts:
             {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}},
             r"'deepseek_v3' cannot have adapters",
         ),
+        (GLM, {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}}, r"'glm4_moe' cannot have adapters"),
+        (GLM, {"generator": {"dtype": "bfloat16"}}, r"must be float32.*'glm4_moe' have float32 biases"),
         (
             DEEPSEEK,
             {"fidelity": "bitwise", "generator": {"batch_invariant": True}},
-            r"latent attention, which fidelity = 'bitwise' does not support",
+            r"'deepseek_v3', which fidelity = 'bitwise' does not support",
         ),
     ],
 )
@@ -169,6 +218,16 @@ def test_nothing_is_replayed_where_there_are_no_experts() -> None:
 
 def run_of(folder: Path) -> RunConfig:
     return run_config(model={"path": str(folder), "max_context_length": 150}, trainer={"tokens_per_row": 192})
+
+
+def test_untrained_layers_are_announced_and_others_refused(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "model", "deepseek_v3_yarn")
+    (warning,) = prepare(run_of(folder)).warnings
+    assert re.search(r"^num_nextn_predict_layers = 1: 4 tensors .*not trained.*unchanged", warning)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ConfigError, match=r"model\.layers\.3\.enorm\.weight.*no place in its config\.json"):
+        prepare(run_of(folder))
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The memory plan against what trainer ranks, engines, their files and payloads take."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from forgeasync.config import BiasedRouting, LatentAttention, ModelFacts, RunConfig, load_config
 from forgeasync.models import (
+    SHIPPED_MODELS,
     largest_group_payload_bytes,
     num_adapter_parameters,
+    parse_model_facts,
     read_model_facts,
 )
 from forgeasync.planning import (
@@ -39,6 +43,7 @@ from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import build_meta_model
 from tests.support.config_samples import CONFIGS, FACTS, SMOLLM2
 from tests.support.engines import start_engine
+from tests.support.families import config_json, transformers_config
 from tests.support.measured_memory import Case, measure
 from tests.support.processes import run_alone, run_ranks
 from tests.support.weight_service import FolderPublisher
@@ -58,6 +63,13 @@ DEEPSEEK = dataclasses.replace(
     routing=BiasedRouting(
         num_groups=4, num_limited_groups=2, normalizes=True, scale=2.5, num_shared_experts=2
     ),
+)
+
+GLM = dataclasses.replace(
+    parse_model_facts(config_json("glm4_moe") | {"vocab_size": 32, "n_group": 1, "topk_group": 1}, "glm"),
+    hidden_size=128,
+    expert_hidden_size=128,
+    dense_hidden_size=256,
 )
 
 TINY = dataclasses.replace(
@@ -92,6 +104,7 @@ def _case(facts: ModelFacts, *changes: str, length: int = 160, tokens: int = 192
 @pytest.mark.parametrize(
     ("facts", "num_procs", "checkpointing"),
     [
+        *((GLM, num_procs, choice) for num_procs, choice in ((1, "none"), (2, "selective"), (2, "full"))),
         *((TINY, num_procs, choice) for num_procs in (1, 2) for choice in ("none", "selective", "full")),
         # A step of 135M parameters takes its time.
         pytest.param(SMOLLM2, 1, "none", marks=pytest.mark.exhaustive),
@@ -127,13 +140,44 @@ def test_a_trainer_rank_allocates_what_was_planned(
         assert plan.total_bytes == pytest.approx(rank.parameters + rank.optimizer + rank.peak, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("facts", [TINY, SMOLLM2, DEEPSEEK], ids=lambda facts: facts.model_type)
+@pytest.mark.parametrize("facts", [TINY, SMOLLM2, DEEPSEEK, GLM], ids=lambda facts: facts.model_type)
 def test_parameters_are_those_that_torchtitan_builds(facts: ModelFacts) -> None:
     model = build_meta_model(facts)
     counts = count_parameters(facts)
     assert counts.total == sum(parameter.numel() for parameter in model.parameters())
     experts = [p.numel() for n, p in model.named_parameters() if ".inner_experts." in n]
     assert counts.experts == sum(experts)
+
+
+KIMI_K2 = config_json("kimi_k2") | {
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 384,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "intermediate_size": 18432,
+    "vocab_size": 163840,
+    "max_position_embeddings": 131072,
+}
+
+
+GLM_AIR = json.loads((SHIPPED_MODELS / "zai-org--GLM-4.5-Air" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("raw", "billions"), [(KIMI_K2, 1026), (GLM_AIR, 106)], ids=["kimi_k2", "glm_air"])
+def test_parameters_of_published_sizes_are_those_of_transformers(raw: dict[str, Any], billions: int) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(transformers_config(raw))
+    counts = count_parameters(parse_model_facts(raw, "published"))
+    assert counts.total == sum(parameter.numel() for parameter in model.parameters())
+    assert counts.total // 10**9 == billions
 
 
 def test_kept_sets_are_counted() -> None:

@@ -55,6 +55,7 @@ SMOLLM2 = ModelFacts(
 """SmolLM2-135M."""
 
 HF_CONFIG: dict[str, object] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "num_hidden_layers": 2,
     "hidden_size": 64,

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Glm4MoeConfig,
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -18,6 +20,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from forgeasync.models import build_tokenizer, character_tokenizer, save_tokenizer
 
@@ -87,6 +90,23 @@ _DEEPSEEK = _COMMON | {
     "topk_method": "noaux_tc",
 }
 
+_GLM = _COMMON | {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 6,
+    "head_dim": 32,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "num_nextn_predict_layers": 1,
+}
+
 VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": partial(Qwen3Config, **_DENSE, tie_word_embeddings=False),
     "qwen3_tied": partial(Qwen3Config, **_DENSE, tie_word_embeddings=True),
@@ -94,17 +114,61 @@ VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": partial(LlamaConfig, **_DENSE, tie_word_embeddings=True),
     "llama3_rope": partial(LlamaConfig, **_DENSE, rope_parameters=LLAMA3_SCALING),
     "deepseek_v3": partial(DeepseekV3Config, **_DEEPSEEK),
-    "deepseek_v3_yarn": partial(DeepseekV3Config, **_DEEPSEEK, rope_parameters=YARN_SCALING),
+    "deepseek_v3_yarn": partial(
+        DeepseekV3Config, **_DEEPSEEK | {"num_nextn_predict_layers": 1}, rope_parameters=YARN_SCALING
+    ),
     # As Moonlight has it: no query latents, one group.
     "deepseek_v3_one_group": partial(
         DeepseekV3Config, **_DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}
     ),
+    "glm4_moe": partial(Glm4MoeConfig, **_GLM),
+    # As GLM-4.5-Air has it: no norms of heads, one group.
+    "glm4_moe_air": partial(
+        Glm4MoeConfig, **_GLM | {"use_qk_norm": False, "n_group": 1, "topk_group": 1, "n_routed_experts": 9}
+    ),
+    # Its scaling of rotary frequencies, which changes at one wavelength, and its routing.
+    "kimi_k2": partial(
+        DeepseekV3Config,
+        **_DEEPSEEK | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 2.827},
+        rope_parameters=YARN_SCALING
+        | {"rope_theta": 500.0, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
 }
 """transformers' config of every kind of model that is supported."""
 
+_MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
+"""transformers' ``model_type`` of those that it does not have."""
+
+
+def config_json(variant: str) -> dict[str, Any]:
+    """The config.json of a variant, of which transformers writes no ``architectures`` without a model."""
+    config = VARIANTS[variant]()
+    raw: dict[str, Any] = json.loads(config.to_json_string())
+    if variant in _MODEL_TYPES:
+        raw["model_type"] = variant
+    return raw | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]}
+
+
+def transformers_config(raw: dict[str, Any]) -> PretrainedConfig:
+    """A config.json as transformers reads it."""
+    model_type = raw["model_type"]
+    config: PretrainedConfig = AutoConfig.for_model(
+        **raw | {"model_type": _MODEL_TYPES.get(model_type, model_type)}
+    )
+    return config
+
+
+def load_family(folder: Path, **options: Any) -> Any:
+    """transformers' model of a folder."""
+    config = transformers_config(json.loads((folder / "config.json").read_text()))
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
+
 
 def write_family(folder: Path, variant: str, *, seed: int = 0) -> Path:
-    """A model of ``VARIANTS`` with random weights (biases of routers too) and the tests' tokenizer."""
+    """A model of ``VARIANTS`` with random weights (biases of routers too) and the tests' tokenizer.
+
+    With ``num_nextn_predict_layers`` the folder has some tensors of such a layer, in bfloat16.
+    """
     tokenizer = build_tokenizer(TEXTS)
     config = VARIANTS[variant]()
     config.vocab_size = len(tokenizer)
@@ -114,9 +178,11 @@ def write_family(folder: Path, variant: str, *, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.06)
+            elif name.endswith(".bias"):
+                parameter.normal_(std=0.3)
             else:
                 parameter.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():
@@ -124,6 +190,20 @@ def write_family(folder: Path, variant: str, *, seed: int = 0) -> Path:
                 # Wide enough to change many choices.
                 buffer.normal_(std=0.1)
     model.save_pretrained(folder)
+    if getattr(config, "num_nextn_predict_layers", 0):
+        prefix = f"model.layers.{config.num_hidden_layers}"
+        shapes = {
+            "enorm": (64,),
+            "eh_proj": (64, 128),
+            "mlp.experts.0.up_proj": (32, 64),
+            "shared_head.head": (9, 64),
+        }
+        tensors = {f"{prefix}.{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+        file = folder / "model.safetensors"
+        save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+    if variant in _MODEL_TYPES:
+        raw = json.loads((folder / "config.json").read_text()) | {"model_type": variant}
+        (folder / "config.json").write_text(json.dumps(raw, indent=2))
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     save_tokenizer(tokenizer, folder)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from forgeasync.models import read_model_facts, untrained_tensors
 from forgeasync.schema import PythonCode
 from forgeasync.weights import (
     ALONE,
@@ -59,7 +60,9 @@ class FolderPublisher:
     """Publishes versions of a Hugging Face folder's tensors from this process."""
 
     def __init__(self, folder: Path, staging: Path) -> None:
-        self.tensors = load_file(folder / "model.safetensors")
+        left_out = untrained_tensors(folder, read_model_facts(str(folder)))
+        tensors = load_file(folder / "model.safetensors")
+        self.tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
         weights = [NamedWeight(names=(name,), tensor=tensor) for name, tensor in self.tensors.items()]
         rank = lay_out(weights, range(len(weights)), rank=0, host_id="h", itemsize=4)
         self.layout = WeightLayout(dtype=torch.float32, ranks=(rank,))

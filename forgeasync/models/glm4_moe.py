@@ -1,0 +1,214 @@
+"""GLM-4.5 and later models of its model_type: partly rotated heads, biases, DeepSeek-V3's routing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from forgeasync.config import ModelFacts
+from forgeasync.models.family import (
+    ConfigReader,
+    Family,
+    Shape,
+    attention_shapes,
+    biased_moe_shapes,
+    common_sizes,
+    network_shapes,
+    read_biased_routing,
+    refuse_common_variants,
+    routing_sizes,
+)
+
+if TYPE_CHECKING:
+    from torchtitan.models.common.attention import GQAttention
+    from torchtitan.models.common.decoder import TransformerBlock
+    from torchtitan.models.common.moe import MoE
+    from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+
+    from forgeasync.models.titan_family import TitanFamily
+
+
+def _read(reader: ConfigReader) -> ModelFacts:
+    refuse_common_variants(reader)
+    reader.rope_type("default")
+    facts = ModelFacts(
+        model_type="glm4_moe",
+        num_layers=reader.integer("num_hidden_layers"),
+        hidden_size=reader.integer("hidden_size"),
+        num_heads=reader.integer("num_attention_heads"),
+        num_kv_heads=reader.integer("num_key_value_heads"),
+        head_dim=reader.integer("head_dim"),
+        num_experts=reader.integer("n_routed_experts"),
+        top_k=reader.integer("num_experts_per_tok"),
+        vocab_size=reader.integer("vocab_size"),
+        expert_hidden_size=reader.integer("moe_intermediate_size"),
+        max_position_embeddings=reader.integer("max_position_embeddings"),
+        tie_word_embeddings=reader.boolean("tie_word_embeddings", default=False),
+        rope_theta=reader.rope_theta(),
+        rms_norm_eps=reader.number("rms_norm_eps"),
+        num_dense_layers=reader.count("first_k_dense_replace"),
+        dense_hidden_size=reader.integer("intermediate_size"),
+        routing=read_biased_routing(reader),
+        num_mtp_layers=reader.num_mtp_layers(),
+        partial_rotary_factor=reader.partial_rotary_factor(default=0.5),
+        has_attention_biases=reader.boolean("attention_bias", default=False),
+        has_head_norms=reader.boolean("use_qk_norm", default=False),
+    )
+    if facts.head_dim * facts.partial_rotary_factor % 2:
+        reader.add_problem(
+            f"has head_dim = {facts.head_dim} and partial_rotary_factor = {facts.partial_rotary_factor}; "
+            "their product must be even"
+        )
+    return facts
+
+
+def _sizes(facts: ModelFacts) -> dict[str, object]:
+    return common_sizes(facts) | routing_sizes(facts) | {"head_dim": facts.head_dim}
+
+
+def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
+    shapes = attention_shapes(facts)
+    if facts.has_attention_biases:
+        shapes |= {f"self_attn.{name}.bias": shapes[f"self_attn.{name}.weight"][:1] for name in _WITH_BIAS}
+    if facts.has_head_norms:
+        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (facts.head_dim,)
+    if layer >= facts.num_dense_layers:
+        return shapes | biased_moe_shapes(facts)
+    return shapes | network_shapes("mlp", hidden_size=facts.hidden_size, inner_size=facts.dense_hidden_size)
+
+
+_WITH_BIAS = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv"}
+"""TorchTitan's name of each projection that can have a bias."""
+
+
+def _titan_layers(facts: ModelFacts, attention_backend: str) -> list[TransformerBlock.Config]:
+    """Return layers of TorchTitan's parts; it has no GLM."""
+    from torchtitan.models.common.config_utils import make_ffn_config
+    from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+
+    from forgeasync.models.titan_family import LINEAR_INIT, norm_config
+
+    dense = make_ffn_config(
+        dim=facts.hidden_size,
+        hidden_dim=facts.dense_hidden_size,
+        w1_param_init=LINEAR_INIT,
+        w2w3_param_init=LINEAR_INIT,
+    )
+    return [
+        Qwen3TransformerBlock.Config(
+            attention_norm=norm_config(facts.hidden_size, facts),
+            ffn_norm=norm_config(facts.hidden_size, facts),
+            attention=_titan_attention(facts, attention_backend),
+            feed_forward=replace(dense) if layer < facts.num_dense_layers else None,
+            moe=_titan_moe(facts) if layer >= facts.num_dense_layers else None,
+        )
+        for layer in range(facts.num_layers)
+    ]
+
+
+def _titan_attention(facts: ModelFacts, attention_backend: str) -> GQAttention.Config:
+    from torch.nn.init import zeros_
+    from torchtitan.models.common.config_utils import get_attention_config, make_gqa_config
+
+    from forgeasync.models.titan_family import LINEAR_INIT, PartialCosSinRoPE, norm_config
+
+    attention = make_gqa_config(
+        dim=facts.hidden_size,
+        n_heads=facts.num_heads,
+        n_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        wqkv_param_init=LINEAR_INIT | {"bias": zeros_},
+        wo_param_init=LINEAR_INIT,
+        inner_attention=get_attention_config(attention_backend),
+        fuse_qkv=False,
+        qk_norm=norm_config(facts.head_dim, facts) if facts.has_head_norms else None,
+        rope=PartialCosSinRoPE.Config(
+            dim=facts.rotary_dim,
+            max_seq_len=facts.max_position_embeddings,
+            theta=facts.rope_theta,
+        ),
+    )
+    for projections in (attention.qkv_linear.wq, attention.qkv_linear.wkv):
+        projections.bias = facts.has_attention_biases
+    return attention
+
+
+def _titan_moe(facts: ModelFacts) -> MoE.Config:
+    from torchtitan.models.common.config_utils import (
+        make_ffn_config,
+        make_moe_config,
+        make_routed_experts_config,
+        make_router_config,
+    )
+
+    from forgeasync.models.titan_family import LINEAR_INIT
+
+    assert facts.routing is not None
+    routing = facts.routing
+    return make_moe_config(
+        num_experts=facts.num_experts,
+        router=make_router_config(
+            dim=facts.hidden_size,
+            num_experts=facts.num_experts,
+            gate_param_init=LINEAR_INIT,
+            top_k=facts.top_k,
+            score_func="sigmoid",
+            route_norm=routing.normalizes,
+            route_scale=routing.scale,
+            # With a single group, routing has no limit on groups.
+            num_expert_groups=routing.num_groups if routing.num_groups > 1 else None,
+            num_limited_groups=routing.num_limited_groups if routing.num_groups > 1 else None,
+        ),
+        routed_experts=make_routed_experts_config(
+            dim=facts.hidden_size,
+            hidden_dim=facts.expert_hidden_size,
+            num_experts=facts.num_experts,
+            top_k=facts.top_k,
+            param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), LINEAR_INIT["weight"]),
+            comm_backend="standard",
+        ),
+        shared_experts=make_ffn_config(
+            dim=facts.hidden_size,
+            hidden_dim=facts.shared_hidden_size,
+            w1_param_init=LINEAR_INIT,
+            w2w3_param_init=LINEAR_INIT,
+        ),
+    )
+
+
+def _titan_adapter(*arguments: object) -> StateDictAdapter:
+    """Return Qwen3's names, with biases and what Qwen3's experts lack."""
+    from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+
+    adapter = Qwen3StateDictAdapter(*arguments)
+    layer, titan = "model.layers.{}", "layers.{}"
+    adapter.from_hf_map |= {
+        f"{layer}.self_attn.{name}.bias": f"{titan}.attention.qkv_linear.{own}.bias"
+        for name, own in _WITH_BIAS.items()
+    }
+    adapter.from_hf_map |= {
+        f"{layer}.mlp.shared_experts.{name}.weight": f"{titan}.moe.shared_experts.{own}.weight"
+        for name, own in {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.items()
+    }
+    adapter.from_hf_map[f"{layer}.mlp.gate.e_score_correction_bias"] = f"{titan}.moe.expert_bias_E"
+    return adapter
+
+
+def _titan() -> TitanFamily:
+    from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
+
+    from forgeasync.models.titan_family import TitanFamily
+
+    return TitanFamily(
+        model=Qwen3Model, layers=_titan_layers, parallelize=parallelize_qwen3, adapter=_titan_adapter
+    )
+
+
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    read=_read,
+    sizes=_sizes,
+    layer_shapes=_layer_shapes,
+    titan=_titan,
+)
