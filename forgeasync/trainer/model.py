@@ -31,8 +31,7 @@ from forgeasync.trainer.logprobs import Predictions, Targets, chunked_prediction
 from forgeasync.trainer.lora import initialize_adapters, store_base_in, with_adapters
 from forgeasync.trainer.replay_router import ReplayRouter
 from forgeasync.trainer.workarounds.attention import GatheredKeysAttention, PackedAttention, WholeRowAttention
-from forgeasync.trainer.workarounds.compiled_layers import prepare_compiled_layers
-from forgeasync.trainer.workarounds.experts import TrainingDtypeExperts
+from forgeasync.trainer.workarounds.experts import TrainingDtypeExperts, prepare_compiled_layers
 from forgeasync.trainer.workarounds.low_precision_sums import (
     CpuEmbedding,
     Float32Gate,

@@ -1,4 +1,16 @@
-"""Experts in the dtype of their weights: products of tokens, sorted by group, with a matrix of each group.
+"""Compiled layers of TorchTitan 0.3.0 on torch 2.13, and experts in the dtype of their weights.
+
+All layers share their code, and each must be a single graph (``fullgraph``). Two things then end a run:
+
+- torch compiles code at most 8 times, and more is an error. Dense and MoE layers, passes with and without
+  gradients, notes on routing, and the first and further sizes of rows each need a graph.
+- With tensor parallelism the embedding returns the result of a collective that may still be in flight
+  (``AsyncCollectiveTensor`` in a DTensor). torch compiles the first layer for it, and later runs this graph
+  for other layers, whose inputs are plain tensors.
+
+The first part can go when the limit is not an error, the second when guards look into DTensors.
+
+Experts are products of tokens, sorted by group, with a matrix of each group.
 
 Inductor of torch 2.13 lowers grouped products in bfloat16 only. In other dtypes they are a custom operator
 that compiled layers call unchanged. Can go when Inductor lowers float32 too. TorchTitan 0.3.0 always computes
@@ -16,6 +28,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts
 
 from forgeasync.weights import local_shard
@@ -122,3 +136,16 @@ class TrainingDtypeExperts(GroupedExperts):
     def _matrices(self, name: str) -> torch.Tensor:
         """Return this rank's part of the parameter ``name`` [E, O, I] as [E, I, O]."""
         return local_shard(getattr(self, name)).transpose(-2, -1)
+
+
+MAX_GRAPHS = 64
+"""Maximum number of graphs of a layer's code."""
+
+
+def prepare_compiled_layers(model: Decoder) -> None:
+    """Prepare a model, after its layers were compiled and before its first forward pass."""
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS
+    # A copy waits for the collective. Without tensor parallelism there is none.
+    model.tok_embeddings.register_forward_hook(
+        lambda module, inputs, output: output.clone() if isinstance(output, DTensor) else output
+    )
