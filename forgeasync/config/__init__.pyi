@@ -62,6 +62,7 @@ from .model import BiasedRouting as BiasedRouting
 from .model import Dtype as Dtype
 from .model import EXPERT_TARGETS as EXPERT_TARGETS
 from .model import LatentAttention as LatentAttention
+from .model import LinearAttention as LinearAttention
 from .model import Llama3Rope as Llama3Rope
 from .model import LoraSection as LoraSection
 from .model import ModelFacts as ModelFacts

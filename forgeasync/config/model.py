@@ -108,6 +108,27 @@ class BiasedRouting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttention:
+    """Layers of Qwen3.5 with the gated delta rule (``forgeasync.models.cpu_kernels``), not attention."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    width: int
+    """Tokens that the convolution of a token covers."""
+    full_layers: tuple[int, ...]
+    """Indices of the layers with full attention, whose output is gated."""
+    rotary_dim: int
+    """Rotated dimensions of each head of full attention."""
+
+    @property
+    def num_channels(self) -> int:
+        """Number of queries', keys' and values' dimensions together, over all heads."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """Shape of a model; without experts, ``num_experts``, ``top_k`` and ``expert_hidden_size`` are 0."""
 
@@ -142,6 +163,11 @@ class ModelFacts:
     """Whether projections to queries, keys and values have biases."""
     has_head_norms: bool = False
     """Whether queries and keys have norms, in families where that is an option."""
+    linear: LinearAttention | None = None
+    gated_hidden_size: int = 0
+    """Hidden size of a shared expert whose output is gated; 0 without one."""
+    checkpoint_prefix: str = "model."
+    """Beginning of the names of tensors in files, except for the output layer's."""
 
     @property
     def num_moe_layers(self) -> int:
@@ -149,15 +175,24 @@ class ModelFacts:
         return self.num_layers - self.num_dense_layers
 
     @property
+    def num_full_layers(self) -> int:
+        """Number of layers with a cache of keys and values."""
+        return self.num_layers if self.linear is None else len(self.linear.full_layers)
+
+    @property
     def shared_hidden_size(self) -> int:
         """Hidden size of the network that all shared experts form together; 0 without shared experts."""
-        return 0 if self.routing is None else self.routing.num_shared_experts * self.expert_hidden_size
+        if self.routing is None:
+            return self.gated_hidden_size
+        return self.routing.num_shared_experts * self.expert_hidden_size
 
     @property
     def rotary_dim(self) -> int:
         """Number of dimensions of a head that are rotated."""
         if self.latent is not None:
             return self.latent.rope_head_dim
+        if self.linear is not None:
+            return self.linear.rotary_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property

@@ -321,8 +321,13 @@ def num_groups_held(config: RunConfig) -> int:
 
 
 def resolve(config: RunConfig, facts: ModelFacts) -> RunConfig:
-    """Return the config that the run uses: without routing replay if the model has no experts."""
-    if facts.num_experts:
-        return config
-    changes = {"routing_replay": RoutingReplay.OFF, "replay_probe_share": 0.0}
+    """Return the config that the run uses: without routing replay if the model has no experts.
+
+    Prefixes are shared by default only if layers have no states.
+    """
+    changes: dict[str, object] = {}
+    if facts.linear is not None and config.trainer.share_prefixes is None:
+        changes["share_prefixes"] = False
+    if not facts.num_experts:
+        changes |= {"routing_replay": RoutingReplay.OFF, "replay_probe_share": 0.0}
     return config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})

@@ -189,8 +189,8 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
 def _untrained(folder: Path, facts: ModelFacts) -> Iterator[str]:
     if names := untrained_tensors(folder, facts):
         yield (
-            f"num_nextn_predict_layers = {facts.num_mtp_layers}: {len(names)} tensors for multi-token "
-            "prediction are not trained; exported folders have them unchanged"
+            f"{len(names)} tensors for multi-token prediction or vision are not trained; exported folders "
+            "have them unchanged"
         )
 
 

@@ -53,9 +53,11 @@ from forgeasync.generator.workarounds.vllm_process import (
     adapt_process,
     attend_invariantly,
     compute_batch_invariantly,
+    compute_qwen3_5,
     expand_latents,
     gpu_share,
     rotate_in_torch,
+    text_overrides,
 )
 from forgeasync.observability import State, doing
 from forgeasync.rollouts import CaptureSpec, FinishReason, LoggedTurn, OperatorTrace, Rollout
@@ -88,6 +90,7 @@ def engine_args(
         model=str(model_path),
         dtype=generator.dtype.value,
         max_model_len=max_context_length,
+        hf_overrides=text_overrides(model_path),
         max_num_seqs=generator.max_num_seqs,
         max_num_batched_tokens=generator.max_num_batched_tokens,
         tensor_parallel_size=generator.tensor_parallel,
@@ -183,11 +186,17 @@ class GeneratorEngine:
             gpu_bytes: Bytes that must be free on each GPU; None: vLLM's default share (see ``gpu_share``).
         """
         is_cpu = current_platform.is_cpu()
+        if not is_cpu and text_overrides(model_path):
+            raise ValueError(
+                "vLLM 0.32's kernels for Qwen3.5 on GPUs are for bfloat16, its decays are float32"
+            )
         adapt_process()
         if generator.batch_invariant:
             compute_batch_invariantly(is_cpu=is_cpu)
         if is_cpu:
             expand_latents()
+            if text_overrides(model_path):
+                compute_qwen3_5()
         args = engine_args(
             model_path=model_path,
             generator=generator,

@@ -26,8 +26,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from forgeasync.config import ShadowMemory
 from forgeasync.generator.engine_weights import HostMemory, by_parameter, stage_in_thread
-from forgeasync.generator.operator_watch import OperatorWatch
-from forgeasync.generator.workarounds.load_trace import LoadTrace, Region, WorkerTrace, trace_load
+from forgeasync.generator.workarounds.load_trace import (
+    LoadTrace,
+    OperatorWatch,
+    Region,
+    WorkerTrace,
+    trace_load,
+)
 from forgeasync.models import CheckpointTensors
 from forgeasync.weights import (
     ALIGNMENT,

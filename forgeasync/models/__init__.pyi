@@ -1,5 +1,7 @@
-from .batch_invariant import kernel_digest as kernel_digest
-from .batch_invariant import linear_by_blocks as linear_by_blocks
+from .cpu_kernels import causal_convolution as causal_convolution
+from .cpu_kernels import gated_delta_rule as gated_delta_rule
+from .cpu_kernels import kernel_digest as kernel_digest
+from .cpu_kernels import linear_by_blocks as linear_by_blocks
 from .facts import SHIPPED_MODELS as SHIPPED_MODELS
 from .facts import check_checkpoint_shapes as check_checkpoint_shapes
 from .facts import model_config_file as model_config_file
@@ -35,7 +37,6 @@ from .rules import sampled_mark_bytes_per_token as sampled_mark_bytes_per_token
 from .rules import teacher_bytes_per_token as teacher_bytes_per_token
 from .rules import version_bytes as version_bytes
 from .titan_family import LINEAR_INIT as LINEAR_INIT
-from .titan_family import norm_config as norm_config
 from .tokenizer import NUM_CHARACTER_TOKENS as NUM_CHARACTER_TOKENS
 from .tokenizer import build_tokenizer as build_tokenizer
 from .tokenizer import character_tokenizer as character_tokenizer

@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from forgeasync.config import ModelFacts
 from forgeasync.models.family import ConfigReader, Shape
+from forgeasync.models.hf_folder import single_experts
 from forgeasync.models.rules import FAMILIES, expected_shapes, is_untrained
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
@@ -172,7 +173,8 @@ def check_checkpoint_shapes(folder: Path, facts: ModelFacts) -> list[Problem]:
         try:
             with safe_open(file, framework="np") as tensors:
                 # get_slice reads only the header.
-                found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+                for name in tensors.keys():
+                    found |= single_experts(name, tuple(tensors.get_slice(name).get_shape()))
         except (OSError, SafetensorError) as error:
             problems.append(_problem(folder, f"{file.name} is not a readable safetensors file: {error}"))
     if problems:

@@ -56,11 +56,13 @@ class ConfigReader:
         self._raw = _Keys(raw)
         self._rope = {name: _Keys(_as_mapping(raw.get(name))) for name in ("rope_parameters", "rope_scaling")}
         self._path = path
+        self._nested: dict[str, ConfigReader] = {}
         self.problems: list[Problem] = []
 
     def ignore(self, *names: str) -> None:
         """Let keys have any value, because the model does not depend on them."""
-        self._raw.seen.update(names)
+        for keys in (self._raw, *self._rope.values()):
+            keys.seen.update(names)
 
     def refuse_unread(self) -> None:
         """Refuse keys that were not read, unless they are null or harmless."""
@@ -69,6 +71,15 @@ class ConfigReader:
             for name in sorted(set(keys) - keys.seen - HARMLESS):
                 if (value := keys[name]) is not None:
                     self.add_problem(f"has {prefix}{name} = {value!r}; this key is not supported")
+        for reader in self._nested.values():
+            reader.refuse_unread()
+
+    def nested(self, name: str) -> ConfigReader:
+        """Return a reader of the object under ``name``, which adds to the same problems."""
+        reader = ConfigReader(_as_mapping(self._raw.get(name)), self._path)
+        reader.problems = self.problems
+        self._nested[name] = reader
+        return reader
 
     def add_problem(self, remedy: str) -> None:
         """Add a problem. ``remedy`` continues the sentence "its config.json ..."."""
@@ -166,6 +177,24 @@ class ConfigReader:
         if name not in self._raw and required:
             self.add_problem(f"lacks {name}, which must be {_as_json(accepted[0])} ({required})")
 
+    def full_attention_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Read which layers have full attention; all others have linear attention."""
+        kinds = self._raw.get("layer_types")
+        if kinds is None:
+            interval = self.integer("full_attention_interval", default=4)
+            kinds = ["linear_attention"] * num_layers
+            kinds[interval - 1 :: interval] = ["full_attention"] * (num_layers // interval)
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            self.add_problem(f"has layer_types = {kinds!r}; expected a list of {num_layers}")
+        elif others := sorted({str(kind) for kind in kinds} - {"full_attention", "linear_attention"}):
+            expected = "'full_attention' and 'linear_attention'"
+            self.add_problem(f"has layer_types with {others[0]!r}; only {expected} are supported")
+        elif "full_attention" in kinds:
+            return tuple(index for index, kind in enumerate(kinds) if kind == "full_attention")
+        else:
+            self.add_problem("has no layer with full attention, but rotary embeddings")
+        return ()
+
     def all_full_attention(self) -> None:
         """Refuse layers with sliding-window attention."""
         layer_types = self._raw.get("layer_types")
@@ -226,14 +255,21 @@ class Family:
     """Function that returns the names (within the layer) and shapes of the tensors of layer i."""
     titan: Callable[[], TitanFamily]
     """Function that imports and returns TorchTitan's part of the family."""
+    unused: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that are not part of the policy, and are exported unchanged."""
 
 
-def refuse_common_variants(reader: ConfigReader) -> None:
+def refuse_basic_variants(reader: ConfigReader) -> None:
     """Refuse options that transformers has for all families and TorchTitan supports for none."""
     reader.only("hidden_act", "silu")
     reader.only("attention_dropout", 0.0, None)
     reader.only("quantization_config", None)
     reader.only("pretraining_tp", 1, None)
+
+
+def refuse_common_variants(reader: ConfigReader) -> None:
+    """Refuse these, and attention that is not full."""
+    refuse_basic_variants(reader)
     reader.all_full_attention()
 
 

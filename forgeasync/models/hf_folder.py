@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from forgeasync.config import ModelFacts
 from forgeasync.files import publish_folder
-from forgeasync.models.rules import is_untrained
+from forgeasync.models.rules import FAMILIES, is_untrained
 
 MAX_FILE_BYTES = 4 * 2**30
 """Maximum size of a weight file in bytes, unless one tensor is larger."""
@@ -82,7 +82,7 @@ def removing(partial: Path, folder: Path) -> Iterator[None]:
 class HfFolderWriter:
     """Writes a Hugging Face folder: numbered safetensors files, in the order of ``add``, and their index.
 
-    Layers of multi-token prediction are copied from the source, one tensor at a time. Every call raises
+    Untrained tensors (``is_untrained``) are copied from the source, one at a time. Every call raises
     FolderNotWritten if the disk is full or fails, and then removes all files.
     """
 
@@ -141,8 +141,24 @@ class HfFolderWriter:
             publish_folder(self._partial, self._folder)
 
 
+STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Projections in each tensor of Qwen3.5's files that stacks experts [E, rows of all projections, columns]."""
+
+
+def single_experts(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the experts' matrices in a tensor, or those of another tensor."""
+    module, _, kind = name.rpartition(".")
+    if not module.endswith(".experts") or kind not in STACKED or len(shape) != 3:
+        return {name: shape}
+    rows = (shape[1] // len(STACKED[kind]), shape[2])
+    return {f"{module}.{i}.{part}.weight": rows for i in range(shape[0]) for part in STACKED[kind]}
+
+
 class CheckpointTensors:
-    """Random access to the tensors of a Hugging Face folder by name."""
+    """Random access to the tensors of a Hugging Face folder by name.
+
+    Matrices of experts also have names of their own if the folder stacks them (``single_experts``).
+    """
 
     def __init__(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
@@ -164,14 +180,34 @@ class CheckpointTensors:
         return name in self._file_of
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if self._stack_of(name) is not None:
+            return self.part(name, (0, 0), self.shape(name))
         return self._file(name).get_tensor(name)
+
+    def _stack_of(self, name: str) -> tuple[str, int, int, int] | None:
+        """Return the tensor that stacks an expert's matrix, the expert, and which of how many parts it is."""
+        if name in self._file_of or ".experts." not in name:
+            return None
+        module, _, own = name.rpartition(".experts.")
+        expert, part, _ = own.split(".")
+        for kind, parts in STACKED.items():
+            if part in parts and (stack := f"{module}.experts.{kind}") in self._file_of:
+                return stack, int(expert), parts.index(part), len(parts)
+        return None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor from the file's header."""
+        if (place := self._stack_of(name)) is not None:
+            _, rows, columns = self.shape(place[0])
+            return rows // place[3], columns
         return tuple(self._file(name).get_slice(name).get_shape())
 
     def part(self, name: str, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
         """Read the block of a tensor that begins at the indices ``start`` and has the shape ``size``."""
+        if (place := self._stack_of(name)) is not None:
+            stack, expert, part, _ = place
+            first = part * self.shape(name)[0] + start[0]
+            return self.part(stack, (expert, first, start[1]), (1, *size)).squeeze(0)
         block = tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))
         return self._file(name).get_slice(name)[block]
 
@@ -190,8 +226,8 @@ class CheckpointTensors:
 
 
 def untrained_tensors(folder: Path, facts: ModelFacts) -> list[str]:
-    """Return the names of the tensors of a Hugging Face folder that belong to multi-token prediction."""
-    if not facts.num_mtp_layers:
+    """Return the names of the tensors of a Hugging Face folder that are exported as they are."""
+    if not facts.num_mtp_layers and not FAMILIES[facts.model_type].unused:
         return []
     return [name for name in CheckpointTensors(folder) if is_untrained(name, facts)]
 

@@ -1,11 +1,12 @@
-"""Qwen3 models, dense and MoE."""
+"""Qwen3 and Qwen3.5 models, dense and MoE. TorchTitan's part of Qwen3.5 is in ``qwen3_5``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from forgeasync.config import ModelFacts
+from forgeasync.config import LinearAttention, ModelFacts
 from forgeasync.models.family import (
     ConfigReader,
     Family,
@@ -14,7 +15,9 @@ from forgeasync.models.family import (
     common_sizes,
     expert_shapes,
     network_shapes,
+    norm_shapes,
     refuse_attention_variants,
+    refuse_basic_variants,
     refuse_common_variants,
 )
 
@@ -105,6 +108,129 @@ def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
     return shapes | network_shapes("mlp", hidden_size=facts.hidden_size, inner_size=facts.dense_hidden_size)
 
 
+def _read_text(reader: ConfigReader, model_type: str, is_tied: bool, prefix: str) -> ModelFacts:
+    """Read the decoder of a Qwen3.5."""
+    refuse_basic_variants(reader)
+    reader.only("attention_bias", False)
+    reader.rope_type("default")
+    # Positions of images, and layers of multi-token prediction.
+    reader.ignore("mrope_section", "mrope_interleaved", "mtp_num_hidden_layers")
+    reader.ignore("mtp_use_dedicated_embeddings", "full_attention_interval")
+    reader.only("attn_output_gate", True)
+    reader.only("output_gate_type", "silu", "swish")
+    reader.only("mlp_only_layers", [], None)
+    reader.only("mamba_ssm_dtype", "float32")
+    num_layers = reader.integer("num_hidden_layers")
+    head_dim = reader.integer("head_dim")
+    full_layers = reader.full_attention_layers(num_layers)
+    linear = LinearAttention(
+        num_key_heads=reader.integer("linear_num_key_heads"),
+        num_value_heads=reader.integer("linear_num_value_heads"),
+        key_head_dim=reader.integer("linear_key_head_dim"),
+        value_head_dim=reader.integer("linear_value_head_dim"),
+        width=reader.integer("linear_conv_kernel_dim"),
+        full_layers=full_layers,
+        rotary_dim=int(head_dim * reader.partial_rotary_factor(default=0.25)),
+    )
+    if linear.num_value_heads % linear.num_key_heads:
+        reader.add_problem(
+            f"has linear_num_key_heads = {linear.num_key_heads}; must divide linear_num_value_heads = "
+            f"{linear.num_value_heads}"
+        )
+    if linear.rotary_dim % 2 or not 0 < linear.rotary_dim <= head_dim:
+        reader.add_problem(f"rotates {linear.rotary_dim} of {head_dim} dimensions; must be an even part")
+    is_moe = "moe" in model_type
+    return ModelFacts(
+        model_type=model_type,
+        num_layers=num_layers,
+        hidden_size=reader.integer("hidden_size"),
+        num_heads=reader.integer("num_attention_heads"),
+        num_kv_heads=reader.integer("num_key_value_heads"),
+        head_dim=head_dim,
+        num_experts=reader.integer("num_experts") if is_moe else 0,
+        top_k=reader.integer("num_experts_per_tok") if is_moe else 0,
+        vocab_size=reader.integer("vocab_size"),
+        expert_hidden_size=reader.integer("moe_intermediate_size") if is_moe else 0,
+        max_position_embeddings=reader.integer("max_position_embeddings"),
+        tie_word_embeddings=is_tied,
+        rope_theta=reader.rope_theta(),
+        rms_norm_eps=reader.number("rms_norm_eps"),
+        num_dense_layers=0 if is_moe else num_layers,
+        dense_hidden_size=0 if is_moe else reader.integer("intermediate_size"),
+        linear=linear,
+        gated_hidden_size=reader.integer("shared_expert_intermediate_size") if is_moe else 0,
+        checkpoint_prefix=prefix,
+    )
+
+
+def _read_text_only(model_type: str, reader: ConfigReader) -> ModelFacts:
+    return _read_text(reader, model_type, reader.boolean("tie_word_embeddings", default=False), "model.")
+
+
+def _read_multimodal(model_type: str, reader: ConfigReader) -> ModelFacts:
+    """Read the decoder of a checkpoint that also has a vision tower."""
+    text = reader.nested("text_config")
+    reader.ignore("vision_config", "image_token_id", "video_token_id")
+    reader.ignore("vision_start_token_id", "vision_end_token_id", "vocab_size")
+    text.only("model_type", f"{model_type}_text", required="the decoder's")
+    is_tied = reader.boolean("tie_word_embeddings", default=False)
+    # transformers uses the outer one, and vLLM the decoder's.
+    text.only("tie_word_embeddings", is_tied, required="as outside of text_config" if is_tied else "")
+    return _read_text(text, model_type, is_tied, "model.language_model.")
+
+
+def _text_sizes(facts: ModelFacts) -> dict[str, object]:
+    assert facts.linear is not None
+    linear = facts.linear
+    kinds = ["linear_attention"] * facts.num_layers
+    for index in linear.full_layers:
+        kinds[index] = "full_attention"
+    sizes = common_sizes(facts) | {
+        "head_dim": facts.head_dim,
+        "layer_types": kinds,
+        "linear_num_key_heads": linear.num_key_heads,
+        "linear_num_value_heads": linear.num_value_heads,
+        "linear_key_head_dim": linear.key_head_dim,
+        "linear_value_head_dim": linear.value_head_dim,
+        "linear_conv_kernel_dim": linear.width,
+    }
+    if not facts.num_experts:
+        return sizes | {"intermediate_size": facts.dense_hidden_size}
+    return sizes | {
+        "num_experts": facts.num_experts,
+        "num_experts_per_tok": facts.top_k,
+        "moe_intermediate_size": facts.expert_hidden_size,
+        "shared_expert_intermediate_size": facts.gated_hidden_size,
+    }
+
+
+def _text_layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
+    assert facts.linear is not None
+    linear, hidden = facts.linear, facts.hidden_size
+    if layer in linear.full_layers:
+        shapes = attention_shapes(facts)
+        # Each head's query is followed by the gate of its output.
+        shapes["self_attn.q_proj.weight"] = (2 * facts.num_heads * facts.head_dim, hidden)
+        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (facts.head_dim,)
+    else:
+        heads, values = linear.num_value_heads, linear.num_value_heads * linear.value_head_dim
+        shapes = norm_shapes(facts) | {
+            "linear_attn.in_proj_qkv.weight": (linear.num_channels, hidden),
+            "linear_attn.in_proj_z.weight": (values, hidden),
+            "linear_attn.in_proj_b.weight": (heads, hidden),
+            "linear_attn.in_proj_a.weight": (heads, hidden),
+            "linear_attn.conv1d.weight": (linear.num_channels, 1, linear.width),
+            "linear_attn.A_log": (heads,),
+            "linear_attn.dt_bias": (heads,),
+            "linear_attn.norm.weight": (linear.value_head_dim,),
+            "linear_attn.out_proj.weight": (hidden, values),
+        }
+    if not facts.num_experts:
+        return shapes | network_shapes("mlp", hidden_size=hidden, inner_size=facts.dense_hidden_size)
+    shared = network_shapes("mlp.shared_expert", hidden_size=hidden, inner_size=facts.gated_hidden_size)
+    return shapes | expert_shapes(facts) | shared | {"mlp.shared_expert_gate.weight": (1, hidden)}
+
+
 def _titan_layers(facts: ModelFacts, attention_backend: str) -> list[TransformerBlock.Config]:
     from torchtitan.models.common import CosSinRoPE
     from torchtitan.models.qwen3 import _build_qwen3_layers, _build_qwen3_moe_layers
@@ -182,3 +308,32 @@ QWEN3_MOE = Family(
     layer_shapes=_layer_shapes,
     titan=_titan,
 )
+
+
+def _text_titan() -> TitanFamily:
+    from forgeasync.models.qwen3_5 import titan_family
+
+    return titan_family()
+
+
+def _qwen3_5(model_type: str, architecture: str) -> Family:
+    is_text = model_type.endswith("_text")
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        read=partial(_read_text_only if is_text else _read_multimodal, model_type),
+        sizes=_text_sizes,
+        layer_shapes=_text_layer_shapes,
+        titan=_text_titan,
+        # The vision tower, and layers for multi-token prediction.
+        unused=("model.visual.", "mtp."),
+    )
+
+
+QWEN3_5 = (
+    _qwen3_5("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    _qwen3_5("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    _qwen3_5("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+    _qwen3_5("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+)
+"""The decoder alone, and checkpoints with a vision tower, which is not used."""

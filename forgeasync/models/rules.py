@@ -8,6 +8,8 @@ from forgeasync.config import (
     EXPERT_TARGETS,
     Dtype,
     Fidelity,
+    Interruption,
+    KvAfterSwap,
     LoraSection,
     ModelFacts,
     OnBadStep,
@@ -22,11 +24,12 @@ from forgeasync.models.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from forgeasync.models.family import Family, Shape
 from forgeasync.models.glm4_moe import GLM4_MOE
 from forgeasync.models.llama import LLAMA
-from forgeasync.models.qwen3 import QWEN3, QWEN3_MOE
+from forgeasync.models.qwen3 import QWEN3, QWEN3_5, QWEN3_MOE
 from forgeasync.schema import Problem
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (QWEN3, QWEN3_MOE, LLAMA, DEEPSEEK_V3, KIMI_K2, GLM4_MOE)
+    family.model_type: family
+    for family in (QWEN3, QWEN3_MOE, *QWEN3_5, LLAMA, DEEPSEEK_V3, KIMI_K2, GLM4_MOE)
 }
 """Families by ``model_type``. To add one, add a file beside this one and its name here."""
 
@@ -34,19 +37,21 @@ FAMILIES: dict[str, Family] = {
 def expected_shapes(facts: ModelFacts) -> dict[str, Shape]:
     """Return the shapes of all weights of a model by their Hugging Face names."""
     layer_shapes = FAMILIES[facts.model_type].layer_shapes
-    vocabulary = (facts.vocab_size, facts.hidden_size)
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": vocabulary}
+    vocabulary, prefix = (facts.vocab_size, facts.hidden_size), facts.checkpoint_prefix
+    shapes: dict[str, Shape] = {f"{prefix}embed_tokens.weight": vocabulary}
     for index in range(facts.num_layers):
         of_layer = layer_shapes(facts, index)
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in of_layer.items()}
-    shapes["model.norm.weight"] = (facts.hidden_size,)
+        shapes |= {f"{prefix}layers.{index}.{name}": shape for name, shape in of_layer.items()}
+    shapes[f"{prefix}norm.weight"] = (facts.hidden_size,)
     if not facts.tie_word_embeddings:
         shapes["lm_head.weight"] = vocabulary
     return shapes
 
 
 def is_untrained(name: str, facts: ModelFacts) -> bool:
-    """Return whether a tensor of a checkpoint belongs to a layer of multi-token prediction."""
+    """Return whether a tensor of a checkpoint is exported as it is: of multi-token prediction, of vision."""
+    if name.startswith(FAMILIES[facts.model_type].unused):
+        return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and 0 <= int(layer[1]) - facts.num_layers < facts.num_mtp_layers
 
@@ -87,7 +92,18 @@ def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
         return facts.num_layers * latent_size * BYTES_PER_ELEMENT[config.generator.dtype]
     heads_per_rank = max(1, facts.num_kv_heads // config.generator.tensor_parallel)
     element = BYTES_PER_ELEMENT[config.generator.dtype]
-    return 2 * facts.num_layers * heads_per_rank * facts.head_dim * element
+    return 2 * facts.num_full_layers * heads_per_rank * facts.head_dim * element
+
+
+def state_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the bytes of a sequence's states of linear attention, and of a copy in the prefix cache."""
+    linear = facts.linear
+    if linear is None:
+        return 0
+    state = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
+    inputs = (linear.width - 1) * linear.num_channels
+    num_layers = facts.num_layers - facts.num_full_layers
+    return 2 * num_layers * (state + inputs) * BYTES_PER_ELEMENT[Dtype.FLOAT32]
 
 
 def published_dtype(config: RunConfig) -> Dtype:
@@ -245,7 +261,8 @@ def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator
         if not facts.num_experts:
             reason = f"a model of model_type {facts.model_type!r} has no experts"
         yield Problem(field="generator.expert_parallel", value=True, remedy=f"must be false: {reason}")
-    needed_gib = config.model.max_context_length * kv_bytes_per_token(config, facts) / 2**30
+    needed = config.model.max_context_length * kv_bytes_per_token(config, facts) + state_bytes(config, facts)
+    needed_gib = needed / 2**30
     if config.generator.kv_cache_gib < needed_gib:
         yield Problem(
             field="generator.kv_cache_gib",
@@ -321,6 +338,44 @@ def check_lora_family(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]
         yield Problem(
             field="lora",
             remedy=f"must be left out: models of model_type {facts.model_type!r} cannot have adapters",
+        )
+
+
+def check_linear_attention(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Refuse what does not hold for layers with a recurrent state."""
+    if facts.linear is None:
+        return
+    trainer, weights = config.trainer, config.weights
+    plan = "its layers are not split by TorchTitan's plan"
+    for field, value, wanted, reason in (
+        ("trainer.parallel.context", trainer.parallel.context, 1, "a state passes through the whole row"),
+        ("trainer.parallel.tensor", trainer.parallel.tensor, 1, plan),
+        ("trainer.parallel.expert", trainer.parallel.expert, 1, plan),
+        ("trainer.share_prefixes", trainer.share_prefixes or False, False, "a state belongs to one sequence"),
+        ("trainer.compile", trainer.compile, False, "its chunks depend on the row"),
+        ("generator.tensor_parallel", config.generator.tensor_parallel, 1, "its files' matrices are whole"),
+        # All weights are published in one dtype, and vLLM keeps decays in float32.
+        ("generator.dtype", config.generator.dtype.value, "float32", "vLLM has float32 decays"),
+        (
+            "weights.prefix_cache_across_versions",
+            weights.prefix_cache_across_versions,
+            False,
+            "cached states would be of older weights",
+        ),
+        ("fidelity", config.fidelity.value, "replay", "vLLM's kernels of it have other bits"),
+    ):
+        if value != wanted:
+            remedy = f"must be {str(wanted).lower()} for a model with linear attention: {reason}"
+            yield Problem(field=field, value=value, remedy=remedy)
+    if config.lora is not None:
+        yield Problem(field="lora", remedy="must be left out: layers of linear attention have no adapters")
+    recomputes = weights.interruption in (Interruption.DRAIN, Interruption.ABORT_AND_RESUME)
+    if not recomputes and weights.kv_cache is not KvAfterSwap.RECOMPUTE:
+        yield Problem(
+            field="weights.kv_cache",
+            value=weights.kv_cache.value,
+            remedy="must be recompute for a model with linear attention, or weights.interruption drain or "
+            "abort_and_resume: a state that older weights made would last to the end of the sequence",
         )
 
 
@@ -499,6 +554,7 @@ _MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Problem]], ...] =
     check_router_bias,
     check_generator_fits_model,
     check_lora_family,
+    check_linear_attention,
     check_lora_sharding,
     check_fidelity,
     check_record_execution,

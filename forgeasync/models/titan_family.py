@@ -10,6 +10,7 @@ import torch.nn as nn
 from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import CosSinRoPE
+from torchtitan.protocols.module import Module
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from forgeasync.config import ModelFacts
@@ -33,6 +34,8 @@ class TitanFamily:
     """TorchTitan's function that parallelizes the model."""
     adapter: Callable[..., StateDictAdapter]
     """Class or function that makes the mapping from Hugging Face tensors to TorchTitan's names."""
+    last_norm: Callable[[ModelFacts], Module.Config] = lambda facts: norm_config(facts.hidden_size, facts)
+    """Function that returns the config of the norm before the output layer."""
 
 
 def norm_config(size: int, facts: ModelFacts) -> RMSNorm.Config:

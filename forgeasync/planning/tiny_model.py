@@ -65,6 +65,18 @@ def small_facts(
             value_head_dim=min(latent.value_head_dim, HEAD_DIM),
         )
         head_dim = latent.nope_head_dim + latent.rope_head_dim
+    linear = facts.linear
+    if linear is not None:
+        # A layer of each kind.
+        linear = dataclasses.replace(
+            linear,
+            full_layers=(1,),
+            rotary_dim=2 * max(1, head_dim * linear.rotary_dim // facts.head_dim // 2),
+            num_key_heads=1,
+            num_value_heads=2 if linear.num_value_heads > linear.num_key_heads else 1,
+            key_head_dim=linear.key_head_dim if on_gpus else HEAD_DIM,
+            value_head_dim=linear.value_head_dim if on_gpus else HEAD_DIM,
+        )
     num_dense, num_layers = min(facts.num_dense_layers, 1), NUM_LAYERS
     if not facts.num_moe_layers:
         num_dense = num_layers
@@ -88,6 +100,8 @@ def small_facts(
         dense_hidden_size=width if facts.dense_hidden_size else 0,
         max_position_embeddings=max_context_length,
         latent=latent,
+        linear=linear,
+        gated_hidden_size=width if facts.gated_hidden_size else 0,
     )
 
 
@@ -173,9 +187,9 @@ def write_model(
     tokenizer = character_tokenizer(chat_template=chat_template, template_arguments=template_arguments)
     assert len(tokenizer) == facts.vocab_size
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    kept = {key: value for key, value in raw.items() if key not in _OF_OTHER_SIZES}
-    sizes = FAMILIES[facts.model_type].sizes(facts)
-    small = kept | dict(sizes) | ends | {"bos_token_id": None, "dtype": "float32"}
+    own = dict(FAMILIES[facts.model_type].sizes(facts)) | ends | {"bos_token_id": None, "dtype": "float32"}
+    text = raw.get("text_config")
+    small = _kept(raw) | ({"text_config": _kept(text) | own} if isinstance(text, dict) else own)
     assert parse_model_facts(small, str(folder)) == facts
     (folder / "config.json").write_text(json.dumps(small, indent=2), encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(ends, indent=2), encoding="utf-8")
@@ -183,6 +197,10 @@ def write_model(
     rng = np.random.default_rng(seed)
     tensors = {name: _random(name, shape, rng) for name, shape in expected_shapes(facts).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _kept(raw: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in raw.items() if key not in _OF_OTHER_SIZES}
 
 
 def _random(name: str, shape: Shape, rng: np.random.Generator) -> np.ndarray:

@@ -370,7 +370,9 @@ class _Count:
         self.local_tokens = self.tokens / (parallel.tensor if parallel.sequence else 1)
         """Tokens of this rank between two tensor-parallel matrix products."""
         self._keeps_products = config.trainer.compile or config.lora is not None
-        self._has_head_norms = "model.layers.0.self_attn.q_norm.weight" in expected_shapes(facts)
+        self._has_head_norms = any(
+            name.endswith("self_attn.q_norm.weight") for name in expected_shapes(facts)
+        )
 
     def norm_extra(self, size: int, *, tokens: float | None = None) -> float:
         """Return the float32 bytes that a norm keeps besides its input and output."""

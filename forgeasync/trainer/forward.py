@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -200,13 +200,25 @@ class RowForward:
                     group._to_sharded()
 
 
-def attention_masks(
-    model: Decoder, row: PackedRow, *, part: slice
-) -> AttentionMasksType | PackedSequences | PartMetadata:
+Masks: TypeAlias = AttentionMasksType | PackedSequences | PartMetadata
+
+
+def attention_masks(model: Decoder, row: PackedRow, *, part: slice) -> Masks | dict[str, Masks]:
     """Return what attention needs to separate the sequences of a row.
 
-    ``part`` has the positions of the row that this rank computes.
+    ``part`` has the positions of the row that this rank computes. Models with layers of linear attention get
+    one entry for each kind of layer, by TorchTitan's names.
     """
+    if all(layer.attention is not None for layer in model.config.layers):
+        return _attention_masks(model, row, part=part)
+    assert part == slice(0, len(row.token_ids_L)), "linear attention is over whole rows"
+    found = part_metadata(row.positions_L[None], start=0, stop=part.stop)
+    host = (*np.flatnonzero(row.positions_L == 0).tolist(), part.stop)
+    linear = VarlenMetadata(found.cu_seq_q, found.cu_seq_k, found.max_q, found.max_k, host)
+    return {"quadratic_attention": _attention_masks(model, row, part=part), "deltanet": linear}
+
+
+def _attention_masks(model: Decoder, row: PackedRow, *, part: slice) -> Masks:
     attention = model.config.first_attention.inner_attention
     if isinstance(attention, PackedAttention.Config):
         return packed_sequences(torch.from_numpy(row.visible_until_L), query_start=part.start)

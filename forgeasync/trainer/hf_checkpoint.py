@@ -39,7 +39,12 @@ _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 def _templates(facts: ModelFacts) -> dict[str, str]:
     """Return the Hugging Face name template by TorchTitan name template."""
     adapter = FAMILIES[facts.model_type].titan().adapter(titan_config(facts), None)
-    return {titan: hf for hf, titan in adapter.from_hf_map.items() if titan is not None}
+    prefix = facts.checkpoint_prefix
+    return {
+        titan: prefix + hf.removeprefix("model.") if hf.startswith("model.") else hf
+        for hf, titan in adapter.from_hf_map.items()
+        if titan is not None
+    }
 
 
 def is_experts(name: str) -> bool:
@@ -136,8 +141,8 @@ def save(
 ) -> None:
     """Write the model as a Hugging Face folder with an index. Collective; rank 0 writes the files.
 
-    Config, tokenizer and generation settings are copied from ``source``. The dtype is that of the master
-    weights (float32).
+    Config, tokenizer, generation settings and unused tensors are copied from ``source``. The dtype of the
+    others is that of the master weights (float32).
 
     Raises:
         FolderNotWritten: On rank 0: the disk is full or fails, and nothing of the folder is left.

@@ -24,7 +24,6 @@ from forgeasync.models import (
     LINEAR_INIT,
     allow_gloo_reduction,
     choose_flash_attention,
-    norm_config,
     unpin_offloaded,
 )
 from forgeasync.trainer.logprobs import Predictions, Targets, chunked_predictions
@@ -79,7 +78,7 @@ def titan_config(facts: ModelFacts, *, has_whole_rows: bool = True) -> Decoder.C
     config = family.model.Config(
         dim=facts.hidden_size,
         vocab_size=facts.vocab_size,
-        norm=norm_config(facts.hidden_size, facts),
+        norm=family.last_norm(facts),
         enable_weight_tying=facts.tie_word_embeddings,
         tok_embeddings=(CpuEmbedding if DEVICE_TYPE == "cpu" else Embedding).Config(
             num_embeddings=facts.vocab_size,
@@ -106,7 +105,8 @@ def _adapt_layer(layer: TransformerBlock.Config, *, has_whole_rows: bool) -> Non
         layer.moe.routed_experts.inner_experts = as_config(TrainingDtypeExperts, experts)
         dispatcher = layer.moe.routed_experts.token_dispatcher
         layer.moe.routed_experts.token_dispatcher = as_config(SummingDispatcher, dispatcher)
-    layer.attention.inner_attention = inner_attention(DEVICE_TYPE, has_whole_rows=has_whole_rows)
+    if layer.attention is not None:
+        layer.attention.inner_attention = inner_attention(DEVICE_TYPE, has_whole_rows=has_whole_rows)
 
 
 def build_meta_model(facts: ModelFacts) -> Decoder:

@@ -1,14 +1,18 @@
 """Every model family: the trainer against transformers, and files there and back."""
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
-from forgeasync.config import ParallelSection, RouterBias
+from forgeasync.config import ActivationCheckpointing, ParallelSection, RouterBias
 from forgeasync.models import check_checkpoint_shapes, read_model_facts, untrained_tensors
 from forgeasync.trainer import TrainingSequence, hf_checkpoint, pack_row
 from tests.support.families import VARIANTS, load_family, write_family
@@ -66,6 +70,8 @@ def _gradients(
 ) -> dict[str, dict[str, torch.Tensor]]:
     found = {}
     for name, folder in folders.items():
+        if "qwen3_5" in name:
+            continue
         trainer = make_trainer(folder)
         (trainer.logprobs(pack_row(sequences)) * _weights(sequences)).sum().backward()
         found[name] = named_tensors(trainer, gradients=True)
@@ -83,8 +89,8 @@ def test_gradients_are_those_of_transformers(
 ) -> None:
     """In float64 there: each tensor's error is at most 1e-4 of its largest gradient."""
     found = run_ranks(1, _gradients, folders, sequences)[0]
-    for variant, folder in folders.items():
-        reference = load_family(folder, dtype=torch.float64, experts_implementation="eager")
+    for variant in found:
+        reference = load_family(folders[variant], dtype=torch.float64, experts_implementation="eager")
         # Padding would have no gradient, but it is an ordinary token here.
         reference.get_input_embeddings().padding_idx = None
         logprobs = torch.cat([reference_logprobs(reference, sequence) for sequence in sequences])
@@ -99,6 +105,65 @@ def test_gradients_are_those_of_transformers(
             error = (gradient.double() - expected[name].double()).abs().max()
             assert error <= 1e-4 * expected[name].abs().max(), (variant, name)
             assert expected[name].any() or ".experts." in name, (variant, name)
+
+
+HYBRID_VARIANTS = ("qwen3_5", "qwen3_5_moe")
+
+CHECKPOINTING = {
+    "qwen3_5": ActivationCheckpointing.SELECTIVE,
+    "qwen3_5_moe": ActivationCheckpointing.FULL,
+}
+
+
+def _hybrid_gradients(
+    folders: dict[str, Path], sequences: list[TrainingSequence]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Of the sum of all log-probabilities, by Hugging Face names."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for variant in HYBRID_VARIANTS:
+        trainer = make_trainer(folders[variant], activation_checkpointing=CHECKPOINTING[variant])
+        row = pack_row(sequences)
+        trainer.logprobs(row).sum().backward()
+        facts = read_model_facts(str(folders[variant]))
+        found[variant] = {}
+        for name, parameter in trainer.model.named_parameters():
+            assert isinstance(parameter.grad, DTensor), name
+            whole = parameter.grad.full_tensor()
+            names = hf_checkpoint.hf_names(name, facts)
+            parts = hf_checkpoint.unstack_experts(whole, name)
+            found[variant] |= dict(zip(names, parts, strict=True))
+    return found
+
+
+def test_gradients_of_linear_attention_are_those_of_transformers(
+    folders: dict[str, Path], sequences: list[TrainingSequence]
+) -> None:
+    found = run_ranks(1, _hybrid_gradients, folders, sequences)[0]
+    for variant, gradients in found.items():
+        # transformers computes linear attention in float32, and everything else in float64 here.
+        reference = AutoModelForCausalLM.from_pretrained(
+            folders[variant], dtype=torch.float64, experts_implementation="eager"
+        )
+        # Padding tokens are tokens like all others to the trainer.
+        reference.get_input_embeddings().padding_idx = None
+        torch.stack([reference_logprobs(reference, one).sum() for one in sequences]).sum().backward()
+        wanted = {}
+        for name, parameter in reference.named_parameters():
+            assert parameter.grad is not None, name
+            if name.endswith("experts.gate_up_proj"):
+                for index, pair in enumerate(parameter.grad):
+                    for side, part in zip(("gate", "up"), pair.chunk(2), strict=True):
+                        wanted[name.replace("gate_up_proj", f"{index}.{side}_proj.weight")] = part
+            elif name.endswith("experts.down_proj"):
+                for index, part in enumerate(parameter.grad):
+                    wanted[name.replace("down_proj", f"{index}.down_proj.weight")] = part
+            else:
+                wanted[name] = parameter.grad
+        assert wanted.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert wanted[name].norm() > 0, name
+            error = float((gradient.double() - wanted[name]).norm() / wanted[name].norm())
+            assert error < 5e-4, (variant, name, error)
 
 
 def _biases(folder: Path, sequences: list[TrainingSequence]) -> dict[RouterBias, dict[str, torch.Tensor]]:
@@ -138,6 +203,39 @@ def test_biases_of_routers_follow_the_load_or_stay(
         assert torch.equal(found[RouterBias.FROZEN][name], before[name])
 
 
+def stack_experts(folder: Path, target: Path) -> None:
+    """Copy a folder with the experts of a layer in two tensors, as Qwen3.5 is published."""
+    shutil.copytree(folder, target)
+    tensors = load_file(folder / "model.safetensors")
+    stacked: dict[str, torch.Tensor] = {}
+    for name in list(tensors):
+        module, _, own = name.partition(".experts.")
+        if own == "0.gate_proj.weight":
+            num = sum(one.startswith(f"{module}.experts.") for one in tensors) // 3
+            sides = {
+                side: torch.stack([tensors.pop(f"{module}.experts.{e}.{side}.weight") for e in range(num)])
+                for side in ("gate_proj", "up_proj", "down_proj")
+            }
+            stacked[f"{module}.experts.gate_up_proj"] = torch.cat([sides["gate_proj"], sides["up_proj"]], 1)
+            stacked[f"{module}.experts.down_proj"] = sides["down_proj"]
+    save_file(tensors | stacked, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_stacked_experts_are_read(folders: dict[str, Path], tmp_path: Path) -> None:
+    source = folders["qwen3_5_moe_vision"]
+    stack_experts(source, tmp_path / "stacked")
+    facts = read_model_facts(str(source))
+    assert check_checkpoint_shapes(tmp_path / "stacked", facts) == []
+    run_ranks(2, _save, {"qwen3_5_moe_vision": tmp_path / "stacked"}, tmp_path)
+    before, after = load_file(source / "model.safetensors"), dict[str, torch.Tensor]()
+    for file in (tmp_path / "qwen3_5_moe_vision").glob("*.safetensors"):
+        after |= load_file(file)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    wrong = dataclasses.replace(facts, expert_hidden_size=facts.expert_hidden_size + 1)
+    assert "experts.0.gate_proj.weight" in str(check_checkpoint_shapes(tmp_path / "stacked", wrong)[0])
+
+
 def _save(folders: dict[str, Path], out: Path) -> None:
     for variant, folder in folders.items():
         expert = 2 if read_model_facts(str(folder)).num_experts else 1
@@ -173,8 +271,8 @@ def test_files_there_and_back_are_bit_exact(folders: dict[str, Path], tmp_path: 
             assert (folder / file).read_text() == (source / file).read_text()
         loaded, report = load_family(folder, dtype=torch.float32, output_loading_info=True)
         untrained = set(untrained_tensors(folder, read_model_facts(str(folder))))
-        assert bool(untrained) == (variant in MTP_VARIANTS)
-        layers = {name.split(".")[2] for name in untrained}
+        assert bool(untrained) == (variant in MTP_VARIANTS or "vision" in variant)
+        layers = {name.split(".")[2] for name in untrained if not name.startswith("model.visual.")}
         assert {name.split(".")[2] for name in report["unexpected_keys"]} == layers, variant
         assert not report["missing_keys"], variant
         original = load_family(source, dtype=torch.float32).state_dict()

@@ -9,19 +9,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.config import GeneratorSection, SamplingSection
+from forgeasync.config import GeneratorSection, Interruption, KvAfterSwap, SamplingSection, WeightsSection
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import CaptureSpec, Rollout, check_rollout
 from forgeasync.trainer import TrainingSequence, pack_row
-from tests.support.engines import start_engine
+from tests.support.engines import let_decode, sample_all, start_engine
 from tests.support.families import write_family
 from tests.support.processes import run_alone, run_ranks
-from tests.support.trainers import make_trainer
+from tests.support.trainers import make_trainer, plain_sequence
 from tests.support.weight_service import FolderPublisher
 
 SAMPLING = SamplingSection(temperature=0.9, top_p=0.9, max_response_tokens=40)
 
-ENGINE_VARIANTS = ("qwen3_tied", "llama3_rope", "deepseek_v3_yarn", "kimi_k2", "glm4_moe", "glm4_moe_air")
+ENGINE_VARIANTS = (
+    *("qwen3_tied", "llama3_rope", "deepseek_v3_yarn", "kimi_k2", "glm4_moe", "glm4_moe_air"),
+    *("qwen3_5", "qwen3_5_moe_vision"),
+)
 
 
 def _records(folder: Path) -> CaptureSpec:
@@ -118,3 +121,73 @@ def test_samples_have_the_trainers_logprobs(folders: dict[str, tuple[Path, Path]
                 sampled_T, logprobs_T.numpy(), atol=1e-4, err_msg=f"{variant}, version {version}"
             )
             assert num_other_choices == 0, variant
+
+
+HYBRID = "qwen3_5"
+
+RECOMPUTED = {
+    "recompute": WeightsSection(kv_cache=KvAfterSwap.RECOMPUTE),
+    "abort_and_resume": WeightsSection(interruption=Interruption.ABORT_AND_RESUME),
+}
+"""How an update reaches running sequences of a model with recurrent states."""
+
+
+async def _cross(before: Path, after: Path, out: Path, weights: WeightsSection) -> list[Rollout]:
+    generator = GeneratorSection(max_num_seqs=16, max_num_batched_tokens=48, kv_cache_gib=0.05)
+    engine = await start_engine(before, generator, weights, records=_records(before))
+    try:
+        publisher = FolderPublisher(before, out)
+        receiver = await publisher.connect(engine, out / "receive-buffer")
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(3, 15, num).astype(np.int32) for num in (1, 9, 47, 48, 49, 64, 100, 130)]
+        # States of the prompts are cached, and taken up again.
+        old = await sample_all(engine, prompts, SamplingSection(max_response_tokens=20), num_samples=1)
+        running = asyncio.create_task(
+            sample_all(engine, prompts, SamplingSection(max_response_tokens=28), num_samples=2)
+        )
+        await let_decode(engine, 6)
+        await receiver.begin(publisher.stage(1, 1, load_file(after / "model.safetensors")))
+        await receiver.stage()
+        await receiver.finish()
+        return [*old, *await running]
+    finally:
+        engine.shutdown()
+
+
+def _cross_all(folders: tuple[Path, Path], out: Path) -> dict[str, list[Rollout]]:
+    found = {}
+    for name, weights in RECOMPUTED.items():
+        (out / name).mkdir()
+        found[name] = asyncio.run(_cross(*folders, out / name, weights))
+    return found
+
+
+def _trained_all(
+    folders: tuple[Path, Path], rollouts: Mapping[str, list[Rollout]]
+) -> dict[tuple[str, int], list[torch.Tensor]]:
+    found = {}
+    for version, folder in enumerate(folders):
+        trainer = make_trainer(folder, tokens_per_row=512)
+        for name, of_name in rollouts.items():
+            rows = [pack_row([plain_sequence(one.prompt_ids_P, one.response_ids_T)]) for one in of_name]
+            with torch.no_grad():
+                found[name, version] = [trainer.logprobs(row) for row in rows]
+    return found
+
+
+def test_states_are_computed_again_after_an_update(
+    folders: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    rollouts = run_alone(_cross_all, folders[HYBRID], tmp_path)
+    trained = run_ranks(1, _trained_all, folders[HYBRID], rollouts)[0]
+    for name, of_name in rollouts.items():
+        num_crossing = 0
+        for index, rollout in enumerate(of_name):
+            spans = rollout.version_spans
+            versions_T = np.concatenate([np.full(one.end - one.start, one.version) for one in spans])
+            num_crossing += len(rollout.version_spans) > 1
+            for version in (0, 1):
+                found = rollout.logprobs_T[versions_T == version]
+                wanted = trained[name, version][index].numpy()[versions_T == version]
+                np.testing.assert_allclose(found, wanted, atol=4e-4, err_msg=f"{name}, {version}")
+        assert num_crossing >= 8, name

@@ -23,6 +23,8 @@ def raw_config(variant: str, **changes: object) -> dict[str, object]:
     """The config.json of a variant, with changes; ``...`` takes a key out."""
     own = HF_CONFIG if variant == "qwen3_moe" else config_json(variant)
     raw = own | {"vocab_size": 100} | changes
+    if isinstance(text := own.get("text_config"), dict):
+        raw |= {"text_config": text | {"vocab_size": 100}}
     return {name: value for name, value in raw.items() if value is not ...}
 
 
@@ -108,6 +110,19 @@ def raw_config(variant: str, **changes: object) -> dict[str, object]:
             {"rope_parameters": YARN_SCALING | {"mscale": 0.5}},
             r"mscale = 0.5.*mscale_all_dim = 0.8.*must be equal",
         ),
+        ("qwen3_5", {"layer_types": ["sliding_attention"] * 5}, r"'sliding_attention'.*'linear_attention'"),
+        ("qwen3_5", {"layer_types": ["full_attention"] * 4}, r"layer_types.*expected a list of 5"),
+        ("qwen3_5", {"layer_types": ["linear_attention"] * 5}, r"no layer with full attention"),
+        ("qwen3_5", {"attn_output_gate": False}, r"attn_output_gate = False.*only True"),
+        ("qwen3_5", {"output_gate_type": "sigmoid"}, r"output_gate_type = 'sigmoid'.*only 'silu'"),
+        ("qwen3_5", {"linear_num_key_heads": 4}, r"linear_num_key_heads = 4; must divide.* = 6"),
+        (
+            "qwen3_5",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.1}},
+            r"rotates 3 of 32 dimensions",
+        ),
+        ("qwen3_5_moe", {"num_experts": ...}, r"lacks num_experts"),
+        ("qwen3_5_vision", {"tie_word_embeddings": True}, r"tie_word_embeddings = False; only True"),
     ],
 )
 def test_variants_that_the_trainer_has_not(variant: str, changes: dict[str, object], words: str) -> None:
@@ -201,6 +216,47 @@ def test_settings_that_a_model_has_no_use_for(
     assert re.search(words, only(check_config(run_config(**changes), facts)))
 
 
+RECOMPUTES = {"weights": {"kv_cache": "recompute"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"weights": {"kv_cache": "keep"}},
+            r"kv_cache = 'keep': must be recompute.*abort_and_resume",
+        ),
+        ({"trainer": {"share_prefixes": True}}, r"trainer.share_prefixes = True: must be false"),
+        ({"trainer": {"compile": True}}, r"trainer.compile = True: must be false"),
+        ({"trainer": {"parallel": {"num_procs": 2, "context": 2}}}, r"parallel.context = 2: must be 1"),
+        ({"trainer": {"parallel": {"num_procs": 2, "expert": 2}}}, r"parallel.expert = 2: must be 1"),
+        (
+            {"trainer": {"parallel": {"num_procs": 2, "tensor": 2, "sequence": False}}},
+            r"parallel.tensor = 2: must be 1",
+        ),
+        ({"generator": {"dtype": "bfloat16"}}, r"generator.dtype = 'bfloat16': must be float32"),
+        ({"generator": {"kv_cache_gib": 1e-5}}, r"generator.kv_cache_gib = 1e-05: must be at least"),
+        ({"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}}, r"lora: .*no adapters"),
+        ({"fidelity": "bitwise", "generator": {"batch_invariant": True}}, r"fidelity = 'bitwise'"),
+    ],
+)
+def test_what_recurrent_states_do_not_allow(changes: dict[str, object], words: str) -> None:
+    for variant in ("qwen3_5_moe", "qwen3_5_vision"):
+        facts = parse_model_facts(raw_config(variant), "hybrid")
+        if "expert" in words and not facts.num_experts:
+            continue
+        assert re.search(words, only(check_config(run_config(**RECOMPUTES | changes), facts)))
+
+
+def test_prefixes_are_not_shared_if_layers_have_states() -> None:
+    facts = parse_model_facts(raw_config("qwen3_5_moe"), "hybrid")
+    config = run_config(**RECOMPUTES)
+    assert check_config(config, facts) == [] and config.trainer.shares_prefixes
+    assert not resolve(config, facts).trainer.shares_prefixes
+    for interruption in ("drain", "abort_and_resume"):
+        assert check_config(run_config(weights={"interruption": interruption}), facts) == []
+
+
 def test_dense_models_may_be_split_along_sequences() -> None:
     parallel = {"num_procs": 2, "tensor": 2}
     assert check_config(run_config(trainer={"parallel": parallel | {"sequence": True}}), DENSE) == []
@@ -223,7 +279,7 @@ def run_of(folder: Path) -> RunConfig:
 def test_untrained_layers_are_announced_and_others_refused(tmp_path: Path) -> None:
     folder = write_family(tmp_path / "model", "deepseek_v3_yarn")
     (warning,) = prepare(run_of(folder)).warnings
-    assert re.search(r"^num_nextn_predict_layers = 1: 4 tensors .*not trained.*unchanged", warning)
+    assert re.search(r"^4 tensors for multi-token prediction .*not trained.*unchanged", warning)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 0}))
     with pytest.raises(ConfigError, match=r"model\.layers\.3\.enorm\.weight.*no place in its config\.json"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from forgeasync.config import BiasedRouting, LatentAttention, ModelFacts, RunConfig, load_config
 from forgeasync.models import (
@@ -178,6 +178,25 @@ def test_parameters_of_published_sizes_are_those_of_transformers(raw: dict[str, 
     counts = count_parameters(parse_model_facts(raw, "published"))
     assert counts.total == sum(parameter.numel() for parameter in model.parameters())
     assert counts.total // 10**9 == billions
+
+
+PUBLISHED = {
+    "qwen3_5": Qwen3_5TextConfig(),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(num_hidden_layers=8, num_experts=64),
+}
+"""The defaults are the sizes of a published model, here with fewer layers and experts."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_qwen3_5_are_those_of_transformers(name: str) -> None:
+    config = PUBLISHED[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    raw = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__]}
+    facts = parse_model_facts(raw, name)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert count_parameters(facts).total == num_parameters
+    assert sum(parameter.numel() for parameter in build_meta_model(facts).parameters()) == num_parameters
 
 
 def test_kept_sets_are_counted() -> None:

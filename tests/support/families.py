@@ -17,6 +17,12 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2Model,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -107,6 +113,31 @@ _GLM = _COMMON | {
     "num_nextn_predict_layers": 1,
 }
 
+_HYBRID = _COMMON | {
+    "num_hidden_layers": 5,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 3],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 40,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+_HYBRID_MOE = {key: value for key, value in _HYBRID.items() if key != "intermediate_size"} | {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+
 VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": partial(Qwen3Config, **_DENSE, tie_word_embeddings=False),
     "qwen3_tied": partial(Qwen3Config, **_DENSE, tie_word_embeddings=True),
@@ -133,11 +164,21 @@ VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
         rope_parameters=YARN_SCALING
         | {"rope_theta": 500.0, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
+    "qwen3_5": partial(Qwen3_5TextConfig, **_HYBRID, tie_word_embeddings=True),
+    "qwen3_5_moe": partial(Qwen3_5MoeTextConfig, **_HYBRID_MOE),
+    "qwen3_5_vision": lambda: Qwen3_5Config(text_config=_HYBRID, vision_config=_VISION),
+    "qwen3_5_moe_vision": lambda: Qwen3_5MoeConfig(text_config=_HYBRID_MOE, vision_config=_VISION),
 }
 """transformers' config of every kind of model that is supported."""
 
 _MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 """transformers' ``model_type`` of those that it does not have."""
+
+
+_WITH_VISION: dict[type[PretrainedConfig], Any] = {
+    Qwen3_5Config: Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig: Qwen3_5MoeForConditionalGeneration,
+}
 
 
 def config_json(variant: str) -> dict[str, Any]:
@@ -146,6 +187,8 @@ def config_json(variant: str) -> dict[str, Any]:
     raw: dict[str, Any] = json.loads(config.to_json_string())
     if variant in _MODEL_TYPES:
         raw["model_type"] = variant
+    if type(config) in _WITH_VISION:
+        return raw | {"architectures": [_WITH_VISION[type(config)].__name__]}
     return raw | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]}
 
 
@@ -171,12 +214,13 @@ def write_family(folder: Path, variant: str, *, seed: int = 0) -> Path:
     """
     tokenizer = build_tokenizer(TEXTS)
     config = VARIANTS[variant]()
-    config.vocab_size = len(tokenizer)
-    config.bos_token_id, config.eos_token_id = None, tokenizer.eos_token_id
-    config.pad_token_id = tokenizer.pad_token_id
-    config.dtype = torch.float32
+    for one in (config, config.get_text_config()):
+        one.vocab_size = len(tokenizer)
+        one.bos_token_id, one.eos_token_id = None, tokenizer.eos_token_id
+        one.pad_token_id = tokenizer.pad_token_id
+        one.dtype = torch.float32
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).float()
+    model = _WITH_VISION.get(type(config), AutoModelForCausalLM.from_config)(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -185,6 +229,13 @@ def write_family(folder: Path, variant: str, *, seed: int = 0) -> Path:
                 parameter.normal_(std=0.3)
             else:
                 parameter.uniform_(0.5, 1.5)
+        for name, parameter in model.named_parameters():
+            if "linear_attn.conv1d" in name or "linear_attn.in_proj" in name:
+                # Decays, betas and states would hardly depend on the token.
+                parameter.mul_(5.0)
+            elif "visual" not in name and name.endswith("norm.weight") and "qwen3_5" in config.model_type:
+                # All but the one after linear attention are offsets from 1.
+                parameter.sub_(0.0 if "linear_attn" in name else 1.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 # Wide enough to change many choices.

@@ -57,7 +57,7 @@ def connected(
 
 
 class FolderPublisher:
-    """Publishes versions of a Hugging Face folder's tensors from this process."""
+    """Publishes versions of a Hugging Face folder's tensors from this process, without a vision tower's."""
 
     def __init__(self, folder: Path, staging: Path) -> None:
         left_out = untrained_tensors(folder, read_model_facts(str(folder)))

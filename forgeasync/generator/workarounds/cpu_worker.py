@@ -18,10 +18,10 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from forgeasync.generator.engine_weights import HostMemory, by_parameter, stage_in_thread
-from forgeasync.generator.operator_watch import OperatorWatch
 from forgeasync.generator.workarounds.cpu_model_runner import RecordingCPUModelRunner
-from forgeasync.generator.workarounds.load_trace import WorkerTrace, trace_load
+from forgeasync.generator.workarounds.load_trace import OperatorWatch, WorkerTrace, trace_load
 from forgeasync.generator.workarounds.served_adapters import allow_dense_adapters_of_moe
+from forgeasync.generator.workarounds.vllm_process import compute_qwen3_5
 from forgeasync.weights import HostShare, StridedCopy, WeightLayout, plan_copies, received_images
 
 PACKED = ("w13_weight", "w2_weight")
@@ -127,6 +127,8 @@ class UpdatableCPUWorker(CPUWorker):
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         keep_linear_weights()
+        if self.model_config.hf_text_config.model_type.startswith("qwen3_5"):
+            compute_qwen3_5()
         if self.lora_config is not None:
             allow_dense_adapters_of_moe()
         super().load_model(load_dummy_weights=load_dummy_weights)

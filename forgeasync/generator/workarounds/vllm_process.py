@@ -3,22 +3,37 @@
 Each function says what its change is for, and when it can go.
 """
 
+import json
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 from uuid import uuid4
 
 import torch
+import torch.nn.functional as F
+from transformers.utils.import_utils import is_torchvision_available
+from vllm import ModelRegistry, _custom_ops
 from vllm.config import CacheConfig, VllmConfig
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_file_store_init_method
+from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops import triton_unified_attention
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.sample import sampler
 
 from forgeasync.files import own_prefix
-from forgeasync.models import linear_by_blocks
+from forgeasync.models import causal_convolution, gated_delta_rule, linear_by_blocks
 
 
 def adapt_process() -> None:
@@ -108,6 +123,102 @@ def rotate_in_torch(config: VllmConfig) -> None:
     """
     if config.model_config.is_deepseek_mla:
         config.compilation_config.custom_ops.append("-rotary_embedding")
+
+
+def text_overrides(model_path: Path) -> dict[str, object]:
+    """Return overrides of a config.json with which vLLM builds a Qwen3.5 without its vision tower."""
+    raw = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    names = [
+        name.replace("ForConditionalGeneration", "ForCausalLM")
+        for name in raw.get("architectures") or ()
+        if name.startswith("Qwen3_5")
+    ]
+    return {"architectures": names} if names else {}
+
+
+def compute_qwen3_5() -> None:
+    """Make vLLM's CPU build compute any Qwen3.5. Call in every process of an engine before it is built.
+
+    - vLLM's module of Qwen3.5 imports torchvision on the way to image processing, which text does not need.
+    - Its classes are registered from here, because vLLM inspects others in a process without torchvision.
+    - They load the decoder of a checkpoint alone, if its vision tower's tensors are left out.
+    - The kernels of linear attention are for bfloat16 and some sizes of heads alone, and pack the weights of
+      convolutions, which could then not be updated. ``forgeasync.models`` has slower ones for all.
+
+    Can go when the CPU build imports without torchvision, and computes float32 from live weights.
+    """
+    with _without_torchvision():
+        from vllm.model_executor.models import qwen3_5
+    for name in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
+        ModelRegistry.register_model(name, getattr(qwen3_5, name))
+    decoder = qwen3_5.Qwen3_5ForCausalLMBase
+    decoder.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_prefix={"model.visual.": None})
+    assert hasattr(gdn_attention, "cpu_gdn_attention_core"), "written against vLLM 0.32"
+    gdn_attention.cpu_gdn_attention_core = _linear_attention
+    _custom_ops.causal_conv1d_weight_pack = lambda weight: weight.unsqueeze(1)
+
+
+@contextmanager
+def _without_torchvision() -> Iterator[None]:
+    """Let an import of torchvision succeed in this context, where it is not installed."""
+    names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
+    # transformers remembers its answer.
+    if is_torchvision_available():
+        names = []
+    for name in names:
+        sys.modules[name] = ModuleType(name)
+    if names:
+        sys.modules[names[-1]].__dict__["functional"] = None
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+def _linear_attention(
+    mixed_qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    core_attn_out: torch.Tensor,
+    layer_name: LayerNameType,
+) -> None:
+    """Replace ``cpu_gdn_attention_core``: fill the output, and update the states of all sequences."""
+    context = get_forward_context()
+    if context.attn_metadata is None:
+        return
+    assert isinstance(context.attn_metadata, dict)
+    layer: Any = context.no_compile_layers[_resolve_layer_name(layer_name)]
+    metadata: Any = context.attn_metadata[layer.prefix]
+    bounds, slots = metadata.non_spec_query_start_loc, metadata.non_spec_state_indices_tensor
+    num = metadata.num_decodes + metadata.num_prefills
+    if not num:
+        return
+    bounds, slots = bounds[: num + 1].long(), slots[:num].long()
+    starts = bounds.tolist()
+    # The layer's own metadata takes a prompt of one token for a continuation.
+    lengths = next(one.seq_lens for one in context.attn_metadata.values() if hasattr(one, "seq_lens"))
+    is_continued = lengths[:num] > bounds.diff()
+    inputs, states = layer.kv_cache
+    if is_conv_state_dim_first():
+        inputs = inputs.transpose(1, 2)
+    before_QWD = inputs[slots] * is_continued[:, None, None]
+    qkv_LD, inputs[slots] = causal_convolution(
+        mixed_qkv[: starts[-1]], layer.conv1d.weight.view(-1, 1, layer.conv_kernel_size), starts, before_QWD
+    )
+    q_LD, k_LD, v_LD = qkv_LD.split([layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
+    g_LN = -layer.A_log.float().exp() * F.softplus(a[: starts[-1]].float() + layer.dt_bias)
+    before_QNKV = states[slots].mT * is_continued[:, None, None, None]
+    core_attn_out[: starts[-1]], after_QNKV = gated_delta_rule(
+        q_LD.unflatten(-1, (-1, layer.head_k_dim)),
+        k_LD.unflatten(-1, (-1, layer.head_k_dim)),
+        v_LD.unflatten(-1, (-1, layer.head_v_dim)),
+        g_LN,
+        b[: starts[-1]].sigmoid(),
+        starts,
+        before_QNKV,
+    )
+    states[slots] = after_QNKV.mT.to(states.dtype)
 
 
 def gpu_share(num_bytes: int | None) -> float:
