@@ -116,9 +116,11 @@ MUTANTS ?= --sample 40
 mutants: environment
 	nice -n 10 $(BIN)/python -m tests.mutants.run $(MUTANTS)
 
-# Written from the definitions; a test compares.
-docs: environment
+# docs/metrics.md is written from the definitions, and a test compares. site/html/index.html is the site's first page.
+docs: environment .venv-docs/installed
 	$(BIN)/python -m forgeasync.observability.metric_definitions > docs/metrics.md
+	$(BIN)/python -m docs.build_site site/pages
+	.venv-docs/bin/python -m mkdocs build --strict
 
 # What mypy checks, and how strictly, is in its section of pyproject.toml.
 lint: environment

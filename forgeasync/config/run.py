@@ -293,6 +293,7 @@ class RunConfig(Section):
     logging: LoggingSection = LoggingSection()
     timeouts: TimeoutSection = TimeoutSection()
     launcher: LauncherSection = LocalLauncher()
+    """Where the processes of the run start: on this machine, or on the hosts of a cluster."""
     warmup: WarmupSection | None = None
 
 

@@ -81,7 +81,7 @@ def build_environment(section: EnvironmentSection, sandbox: SandboxSection = _SA
 
     Raises:
         ValueError: The environment does not exist, cannot be built, or has a rollout that is not
-        asynchronous.
+            asynchronous.
     """
     if isinstance(section, PythonCode):
         return _build_own(section)
