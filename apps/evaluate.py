@@ -29,6 +29,7 @@ from forgeasync.controller import (
     config_parser,
     exit_code,
     find_endpoint,
+    parse_command_line,
     prepare_evaluation,
     problem_scores,
     run_main,
@@ -166,7 +167,7 @@ def read_arguments() -> argparse.Namespace:
         help=f"most responses at once; default: {DEFAULT_CONCURRENCY} of an endpoint, or what engines decode",
     )
     parser.add_argument("--out", metavar="FOLDER", help="new folder; default: runs/evaluate-<name>-<time>")
-    arguments = parser.parse_intermixed_args()
+    arguments = parse_command_line(parser)
     for name, value in (
         ("--endpoint-model", arguments.endpoint_model),
         ("--api-key-env", arguments.api_key_env),

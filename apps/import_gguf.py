@@ -58,7 +58,9 @@ def import_gguf(file: Path, output: Path) -> GgufModel:
 
 def main() -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(description="Turn a GGUF file into a Hugging Face folder.")
+    parser = argparse.ArgumentParser(
+        prog="python -m apps.import_gguf", description="Turn a GGUF file into a Hugging Face folder."
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--gguf", type=Path, metavar="FILE")
     source.add_argument("--package", metavar="NAME", help="an installed package that ships one GGUF file")

@@ -26,6 +26,7 @@ from forgeasync.controller import (
     Reexecution,
     describe_token,
     exit_code,
+    parse_command_line,
     plan_reexecution,
     run_main,
     sample_again,
@@ -107,13 +108,15 @@ def start(arguments: argparse.Namespace) -> str | None:
 
 def main() -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(description="Executes a recorded run again and compares every bit.")
+    parser = argparse.ArgumentParser(
+        prog="python -m apps.reexecute", description="Executes a recorded run again and compares every bit."
+    )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run with record_execution: true")
     parser.add_argument("--from", dest="first", type=int, metavar="STEP", help="checkpoint to begin with")
     parser.add_argument("--to", dest="last", type=int, metavar="STEP", help="last step")
     parser.add_argument("--token", metavar="DRAW/ROLLOUT/POSITION", help="print the record of a token")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes of the run's config")
-    arguments = parser.parse_intermixed_args()
+    arguments = parse_command_line(parser)
     found: list[str | None] = []
     code = exit_code(lambda: found.append(start(arguments)))
     different = next(filter(None, found), None)

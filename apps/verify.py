@@ -22,7 +22,9 @@ from forgeasync.schema import EXIT_REFUSED
 
 def main() -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(description="Proves that every prompt of a run has exactly one end.")
+    parser = argparse.ArgumentParser(
+        prog="python -m apps.verify", description="Proves that every prompt of a run has exactly one end."
+    )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run, or a ledger")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()

@@ -73,11 +73,8 @@ class BufferSection(Section):
     def find_problems(self) -> Iterator[Refusal]:
         """Yield an order with which a waiting trainer could not proceed."""
         if self.stale_groups is StaleGroups.WAIT and self.order is not BatchOrder.DEADLINE:
-            yield (
-                "order",
-                "needs buffer.stale_groups = 'drop': a trainer that waits for every group must take the one "
-                "with the earliest deadline first ('deadline')",
-            )
+            remedy = "needs buffer.stale_groups = 'drop': with 'wait', the earliest deadline must come first"
+            yield "order", remedy
 
 
 class AccountingPolicy(StrEnum):

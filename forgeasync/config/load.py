@@ -224,7 +224,6 @@ PLUGIN_GROUPS = {
 
 _EXPECTED = {
     "int_type": "a whole number",
-    "int_from_float": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
@@ -294,11 +293,13 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
             remedy = _unknown_key(location, values)
         case "dict_type" if _has_names(location, values):
             remedy = f"expected sections by name, such as {{a: {{...}}}}{_meaning(location, values)}"
-        case kind if kind in _SECTION_EXPECTED and _candidates(location, values):
-            keys = ", ".join(_section(location, values).model_fields)
-            if len(_candidates(location, values)) > 1:
+        case kind if kind in _SECTION_EXPECTED and (classes := _candidates(location, values)):
+            keys = ", ".join(classes[0].model_fields)
+            if len(classes) > 1:
                 keys = f"kind (one of {_kinds(location, values)}) and those of its kind"
             remedy = f"expected a section with the keys {keys}"
+            if len(classes) > 1 and value in kinds_of(classes[:1]):
+                remedy = f"expected a section; write {{kind: {value}}}"
         case "union_tag_not_found":
             field, value = f"{field}.kind", None
             remedy = f"required key is missing: one of {_kinds(location, values)}"
@@ -321,6 +322,8 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
             # Each member of a union of plain types reports its own error; merge them into one problem.
             expected = " or ".join(_EXPECTED[error["type"]] for error in errors if error["type"] in _EXPECTED)
             remedy = f"expected {expected}, got {_FOUND[type(value)]}"
+            if details["type"] == "int_type" and isinstance(value, float) and value.is_integer():
+                remedy = f"expected {expected}; write {value:.0f}"
         case kind if kind in _BOUNDS:
             key, words = _BOUNDS[kind]
             remedy = f"must be {words} {context[key]}{_meaning(location, values)}"
@@ -403,7 +406,8 @@ def _candidates(location: tuple[str | int, ...], values: object) -> list[type[Ba
         else:
             is_name = False
         node = _member(node, part)
-        kind = node["kind"] if isinstance(node, Mapping) and "kind" in node else None
+        # A section can be given by its kind alone.
+        kind = node.get("kind") if isinstance(node, Mapping) else node
         group = PLUGIN_GROUPS.get(part) if isinstance(part, str) else None
         if group is not None and (installed := section_class(group, kind)) is not None:
             candidates = [installed, *candidates]
@@ -414,19 +418,23 @@ def _candidates(location: tuple[str | int, ...], values: object) -> list[type[Ba
 
 def _section(location: tuple[str | int, ...], values: object) -> type[BaseModel]:
     """Return the section class at a location; of several kinds, the one that the file names."""
-    candidates = _candidates(location, values)
-    text = _value(location, values)
-    if isinstance(text, str) and len(candidates) > 1:
-        # The section is given by its kind alone.
-        candidates.sort(key=lambda member: text not in get_args(member.model_fields["kind"].annotation))
-    return candidates[0]
+    return _candidates(location, values)[0]
 
 
 def _unknown_key(location: tuple[str | int, ...], values: object) -> str:
-    known = list(_section(location[:-1], values).model_fields)
-    nearest = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.0)[0]
-    suggestion = _dotted((*location[:-1], nearest))
-    return f"unknown key; did you mean {suggestion}? Known keys here: {', '.join(known)}"
+    key, known = str(location[-1]), list(_section(location[:-1], values).model_fields)
+    meant = [path for path in _paths(RunConfig) if path.rpartition(".")[2] == key]
+    if not meant:
+        meant = [_dotted((*location[:-1], *difflib.get_close_matches(key, known, n=1, cutoff=0.0)))]
+    return f"unknown key; did you mean {' or '.join(meant)}? Known keys here: {', '.join(known)}"
+
+
+def _paths(section: type[BaseModel], at: str = "") -> Iterator[str]:
+    """Yield the dotted path of every key of a section, without those in lists and in sections with kinds."""
+    for name, field in section.model_fields.items():
+        yield f"{at}{name}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _paths(field.annotation, f"{at}{name}.")
 
 
 def _meaning(location: tuple[str | int, ...], values: object) -> str:

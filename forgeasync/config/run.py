@@ -111,9 +111,9 @@ class ScorerSection(Section):
         """Yield a ``max_lost`` with which one response could end the run."""
         if self.max_lost >= self.max_restarts:
             remedy = (
-                f"must be less than scorer.max_restarts = {self.max_restarts}: a response that ends scorers "
+                f"must be less than scorer.max_restarts = {self.max_restarts}: one response could end the run"
             )
-            yield "max_lost", f"{remedy}is to be given up before the run is"
+            yield "max_lost", remedy
 
 
 class CheckpointSection(Section):
@@ -216,12 +216,9 @@ class WarmupSection(Section):
 
     def find_problems(self) -> Iterator[Refusal]:
         """Yield examples that do not fit in memory, and inconsistent shares."""
-        if (num_examples := self.num_steps * self.examples_per_step) > MAX_TASKS:
-            yield (
-                "num_steps",
-                f"times warmup.examples_per_step = {self.examples_per_step} is {num_examples}; must be at "
-                f"most {MAX_TASKS}: all examples are held in memory",
-            )
+        if self.num_steps * self.examples_per_step > MAX_TASKS:
+            times = f"times warmup.examples_per_step = {self.examples_per_step}"
+            yield "num_steps", f"{times} must be at most {MAX_TASKS}: all examples are held in memory"
         guesses = self.num_guesses_per_step
         if not self.direct_share and guesses:
             remedy = "must be left out with warmup.direct_share = 0: guesses would count for nothing"

@@ -1,5 +1,6 @@
 from .cli import config_parser as config_parser
 from .cli import exit_code as exit_code
+from .cli import parse_command_line as parse_command_line
 from .cli import run_app as run_app
 from .cli import run_main as run_main
 from .cli import run_training_app as run_training_app

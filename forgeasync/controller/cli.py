@@ -11,8 +11,10 @@ distinguish the two signals, call ``received_signal()``.
 import argparse
 import asyncio
 import contextlib
+import difflib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -81,6 +83,11 @@ SHOW_CURSOR = b"\x1b[?25h"
 _closing_words: list[str] = []
 """Messages that the last line adds to the reason."""
 
+OVERRIDES = (
+    "replaces values of the files: max_steps=20, algorithm.advantage=rloo, lora=null, or, as a whole list, "
+    "'algorithm.filters=[{kind: dynamic_sampling}]'; `make docs` writes a page of all keys"
+)
+
 REPORT_COLUMNS = 120
 """Width of printed tables in characters, also when the output is a pipe."""
 
@@ -122,16 +129,27 @@ def run_app(main: Callable[[RunConfig], None], *, description: str) -> int:
 
 def config_parser(description: str) -> argparse.ArgumentParser:
     """Return a parser of ``--config FILE [--config FILE ...] [key.path=value ...]``; add options to it."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--config",
-        action="append",
-        required=True,
-        metavar="FILE",
-        help="YAML file of the run; given again, each file is merged over the ones before it",
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces values of the files")
+    parser = argparse.ArgumentParser(prog=f"python -m apps.{Path(sys.argv[0]).stem}", description=description)
+    files = "YAML file of the run; given again, each file is merged over the ones before it"
+    parser.add_argument("--config", action="append", required=True, metavar="FILE", help=files)
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=OVERRIDES)
     return parser
+
+
+def parse_command_line(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse this process's arguments; the error for an unknown option has the text to type instead."""
+    arguments, unknown = parser.parse_known_intermixed_args()
+    if unknown:
+        name, _, value = unknown[0].partition("=")
+        options = re.findall(r"--[a-z-]+", parser.format_usage())
+        similar = difflib.get_close_matches(name, options, n=1, cutoff=0.8)
+        following = [*sys.argv[sys.argv.index(unknown[0]) + 1 :], ""][0]
+        value = value or (following if re.fullmatch(r"[^-=][^=]*", following) else "")
+        meant = f"did you mean {similar[0]}?" if similar else "see --help"
+        if value and not similar:
+            meant = f"for a key of the config, write {name.lstrip('-').replace('-', '_')}={value}"
+        parser.error(f"{unknown[0]}: no such option; {meant}")
+    return arguments
 
 
 def parse_arguments(
@@ -144,38 +162,22 @@ def parse_arguments(
     """
     parser = config_parser(description)
     if not starts_run:
-        return parser.parse_intermixed_args()
+        return parse_command_line(parser)
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--dry-run", action="store_true", help="check and print the plan, start nothing")
-    parser.add_argument(
-        "--gpu-gib",
-        type=_positive,
-        metavar="N",
-        help=f"memory of a GPU that --dry-run plans for; default: this machine's, or {GPU_GIB:g}",
-    )
-    modes.add_argument(
-        "--resume",
-        metavar="latest|FOLDER",
-        help="continue the run in run_dir from its newest checkpoint, or from the checkpoint in a folder",
-    )
+    gpu = f"memory of a GPU that --dry-run plans for; default: this machine's, or {GPU_GIB:g}"
+    parser.add_argument("--gpu-gib", type=_positive, metavar="N", help=gpu)
+    resume = "continue the run in run_dir from its newest checkpoint, or from the checkpoint in FOLDER"
+    modes.add_argument("--resume", metavar="latest|FOLDER", help=resume)
     if not can_rehearse:
-        return parser.parse_intermixed_args()
-    modes.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="run the config's own topology with a tiny model for three steps, on this machine",
-    )
-    parser.add_argument(
-        "--hosts",
-        action="store_true",
-        help="with --rehearse: on the hosts and GPUs that the config names, with nothing left out",
-    )
-    parser.add_argument(
-        "--supervise",
-        action="store_true",
-        help="start the run again from its newest checkpoint whenever it dies, in whatever way",
-    )
-    arguments = parser.parse_intermixed_args()
+        return parse_command_line(parser)
+    rehearse = "run the config's own topology with a tiny model for three steps, on this machine"
+    modes.add_argument("--rehearse", action="store_true", help=rehearse)
+    hosts = "with --rehearse: on the hosts and GPUs that the config names, with nothing left out"
+    parser.add_argument("--hosts", action="store_true", help=hosts)
+    supervise = "start the run again from its newest checkpoint whenever it dies"
+    parser.add_argument("--supervise", action="store_true", help=supervise)
+    arguments = parse_command_line(parser)
     if arguments.supervise and (arguments.dry_run or arguments.rehearse):
         parser.error("--supervise: needs a run; leave --dry-run and --rehearse away")
     if arguments.hosts and not arguments.rehearse:
@@ -313,12 +315,10 @@ def rehearsal_folder(config: RunConfig, now: datetime) -> Path:
 
 def _local_paths(config: RunConfig) -> frozenset[str]:
     """Return the paths of the config's data sets that are on this machine."""
-    sources = [one.source for one in all_sources(config) if isinstance(one.source, HuggingFaceSource)]
-    if not sources:
-        return frozenset()
-    # Imported here: the import takes a second, and few runs read data sets.
+    # Imported here: the import takes a second, and only rehearsals need it.
     from forgeasync.environments import is_local
 
+    sources = [one.source for one in all_sources(config) if isinstance(one.source, HuggingFaceSource)]
     return frozenset(source.path for source in sources if is_local(source))
 
 

@@ -24,6 +24,7 @@ from forgeasync.observability import (
     EpisodeRecords,
     ExecutionLog,
     HeldOutScores,
+    MeasuredSteps,
     MeasuredWindow,
     MetricsWriter,
     RecordedStep,
@@ -39,7 +40,6 @@ from forgeasync.observability import (
     doing,
     num_steps_ahead,
     span,
-    verdict_lines,
 )
 from forgeasync.processes import MemoryMonitor, largest
 from forgeasync.rollouts import EpisodeOutcome, Group, PromptEncoder, RolloutKey, Score, TokenPieces
@@ -386,9 +386,9 @@ class RunRecorder:
         self._fetches.clear()
         self._swaps.clear()
 
-    def verdict(self) -> list[str]:
-        """Return what bounded the run's speed, as lines of text."""
-        return verdict_lines(self._window.measured())
+    def measured(self) -> MeasuredSteps | None:
+        """Return means over the newest steps, which say what bounded the run's speed."""
+        return self._window.measured()
 
     def _memory_metrics(self, record: StepRecord) -> dict[str, float]:
         """Return the peak memory of the largest process of each role; the scorer's is among the counters."""

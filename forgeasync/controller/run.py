@@ -280,7 +280,6 @@ async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -
                 await export(run.trainer, final, prepared, run.storage)
                 await run.with_ledger(run.buffer.end.call_one())
                 await run.lifecycle.spiller.end()
-            console.message(f"wrote {final}")
         except BaseException as error:
             if run is not None:
                 console.phase("saving the newest weights")
@@ -299,7 +298,7 @@ async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -
             console.phase("ending all processes")
             await manager.close()
             close_trace()
-        for line in (*recorder.verdict(), *closing_lines(run_dir)):
+        for line in closing_lines(run_dir, run_dir.checkpoints / FINAL, recorder.measured()):
             console.message(line)
 
 

@@ -1,4 +1,4 @@
-"""Closing report of a run: its bottleneck, its held-out accuracy, and the command that plots its curves.
+"""Closing report of a run: its held-out accuracy, its bottleneck, and the commands to look further.
 
 The bottleneck is determined from means over the newest steps. ``apps.view`` shows it while the run goes on.
 """
@@ -272,16 +272,23 @@ def describe_bottleneck(measured: MeasuredSteps | None) -> str:
     )
 
 
-def closing_lines(run_dir: RunDir) -> list[str]:
-    """Return two lines for people: the change of held-out accuracy, and the command to plot the curves.
+def closing_lines(run_dir: RunDir, weights: Path, measured: MeasuredSteps | None) -> list[str]:
+    """Return three lines for people: what the run reached, what bounded it, and what to run next.
+
+    ``weights`` is the folder of the last weights.
 
     Raises:
         FileNotFoundError: The run has no metrics.jsonl.
     """
-    out = run_dir.path / PLOT
-    module = ("-m", "forgeasync.observability.plot")
-    command = shlex.join([_own_python(), *module, str(run_dir.path), "--out", str(out)])
-    return [_held_out_sentence(run_dir.metrics), f"its curves: {command}"]
+    run, python = str(run_dir.path), [_own_python(), "-m"]
+    view = shlex.join([*python, "apps.view", run])
+    profile = shlex.join([*python, "apps.profile", "--run", run, "--out", "profile.json"])
+    plot = shlex.join([*python, "forgeasync.observability.plot", run, "--out", str(run_dir.path / PLOT)])
+    return [
+        f"{_held_out_sentence(run_dir.metrics)}; weights: {weights}",
+        describe_bottleneck(measured),
+        f"look at it: {view}; simulate changes: {profile}; plot its curves: {plot}",
+    ]
 
 
 def _held_out_sentence(metrics: Path) -> str:

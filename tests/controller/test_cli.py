@@ -1,6 +1,7 @@
-"""Signals to stop, as processes get them."""
+"""Arguments of apps, and signals to stop, as processes get them."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from forgeasync.config import load_config
+from forgeasync.controller import parse_arguments
 
 pytestmark = pytest.mark.processes
 
@@ -101,6 +105,38 @@ def test_a_signal_before_anything_runs(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate()
     assert (process.returncode, err) == (130, "interrupted by SIGINT\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--max_steps=3"], "--max_steps=3: no such option; for a key of the config, write max_steps=3\n"),
+        (["--max-steps", "3"], "--max-steps: no such option; for a key of the config, write max_steps=3\n"),
+        (["--rehearse", "max_steps=3"], "--rehearse: no such option; see --help\n"),
+        (["--dryrun"], "--dryrun: no such option; did you mean --dry-run?\n"),
+    ],
+)
+def test_options_that_do_not_exist_are_answered_with_what_to_type(
+    given: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["apps/grpo.py", "--config", "x.yaml", *given])
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments("", starts_run=True)
+    assert ended.value.code == 2 and capsys.readouterr().err.endswith(words)
+
+
+def test_help_has_overrides_that_can_be_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["apps/grpo.py", "--help"])
+    with pytest.raises(SystemExit):
+        parse_arguments("", starts_run=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("usage: python -m apps.grpo ")
+    quoted = re.findall(r"'([a-z_.]+=\[.*?\])'", said)
+    plain = re.findall(r"(?<= )[a-z_.]+=\w+", said.partition("replaces values")[2])
+    assert len(quoted) == 1 and len(plain) == 3
+    load_config("configs/tiny_moe_cpu.yaml", [*quoted, *plain])
 
 
 PROC = """

@@ -223,12 +223,16 @@ def test_the_last_words_say_how_accuracy_went(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     monkeypatch.chdir(tmp_path)
-    sentence, curves = closing_lines(RunDir(path=Path("a run")))
-    assert sentence == "held-out accuracy went from 10.0% to 40.0% in 4 steps, which took 2.0 minutes"
-    command = curves.removeprefix("its curves: ")
-    assert command.startswith("bin/python -m")
+    reached, bound, following = closing_lines(RunDir(path=Path("a run")), Path("its weights"), MEASURED)
+    accuracy, weights = reached.split("; ")
+    assert accuracy == "held-out accuracy went from 10.0% to 40.0% in 4 steps, which took 2.0 minutes"
+    assert weights == "weights: its weights"
+    assert bound == verdict_lines(MEASURED)[0]
+    view, profile, curves = (shlex.split(one.partition(": ")[2]) for one in following.split("; "))
+    assert view == ["bin/python", "-m", "apps.view", "a run"]
+    assert profile[2:] == ["apps.profile", "--run", "a run", "--out", "profile.json"]
     # The link is not the environment that has our packages: the same arguments, run as a test runs them.
-    monkeypatch.setattr(sys, "argv", shlex.split(command)[2:])
+    monkeypatch.setattr(sys, "argv", curves[2:])
     plot.main()
     image = (tmp_path / "a run" / "learning.png").read_bytes()
     assert image.startswith(b"\x89PNG\r\n\x1a\n") and len(image) > 10_000
@@ -250,4 +254,4 @@ def test_the_last_words_where_little_was_measured(
         for step, one in enumerate(accuracies):
             line = {"step": step, "time/elapsed_s": 60.0 * step, "eval/accuracy": one}
             file.write(json.dumps(line) + "\n")
-    assert words in closing_lines(RunDir(path=tmp_path))[0]
+    assert words in closing_lines(RunDir(path=tmp_path), tmp_path, None)[0]

@@ -34,7 +34,7 @@ PATIENCE_S = 900.0
         ({"can_rehearse": True}, ["--hosts"], "--hosts: needs --rehearse"),
         ({"can_rehearse": True}, ["--rehearse", "--dry-run"], "not allowed with argument"),
         # An app that cannot be rehearsed does not know the option.
-        ({}, ["--rehearse"], "unrecognized arguments: --rehearse"),
+        ({}, ["--rehearse"], "--rehearse: no such option; see --help"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
