@@ -17,7 +17,7 @@ from forgeasync.controller import Refused, ask, parse_change
 
 def main() -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m apps.control", description="Changes a run that goes on.")
+    parser = argparse.ArgumentParser(prog="python -m apps.control", description="Changes a run in progress.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument("change", metavar="generators=N", help="how many generators are given groups")
     arguments = parser.parse_args()

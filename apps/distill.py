@@ -21,7 +21,7 @@ def require_teacher(config: RunConfig) -> None:
     """Raise ConfigError if no term of the config's loss needs a teacher."""
     if not config.algorithm.needs_teacher:
         kinds = [term.kind for term in config.algorithm.terms]
-        remedy = "asks no teacher; must list sampled_reverse_kl or topk_kl (without teachers: apps.grpo)"
+        remedy = "needs no teacher; must list sampled_reverse_kl or topk_kl (without teachers: apps.grpo)"
         raise ConfigError([Problem(field="algorithm.terms", value=kinds, remedy=remedy)])
 
 

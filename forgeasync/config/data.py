@@ -346,7 +346,7 @@ class EvaluationSection(Section):
         counts = Counter(one.name for one in self.sets)
         for index, one in enumerate(self.sets):
             if counts[one.name] > 1:
-                yield f"sets.{index}.name", "is the name of another set too"
+                yield f"sets.{index}.name", "is also the name of another set"
             if one.name in RESERVED_SETS or _SET_NAME.fullmatch(one.name) is None:
                 yield (
                     f"sets.{index}.name",

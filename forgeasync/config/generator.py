@@ -40,9 +40,9 @@ class Colocated(StrEnum):
     """What an engine does while a trainer on the same GPU makes a step."""
 
     SHARE = "share"
-    """It goes on decoding. Both roles must fit on the GPU at once."""
+    """It continues to decode. Both roles must fit on the GPU at once."""
     SLEEP = "sleep"
-    """It stands still, with its weights in host memory and without a KV cache. Afterwards running sequences
+    """It pauses, with its weights in host memory and without a KV cache. Afterwards running sequences
     compute their KV cache again."""
 
 
@@ -80,7 +80,7 @@ class GeneratorSection(Section):
     """Log the tokens of unfinished responses and episodes in the host's shared memory, so that another engine
     continues them if this engine's process dies. Takes up to three times the memory of their payloads."""
     colocated: Colocated = Colocated.SHARE
-    """With launcher.share_gpu: share (decoding goes on during optimizer steps), or sleep (it stands still and
+    """With launcher.share_gpu: share (decoding continues during optimizer steps), or sleep (it pauses and
     leaves its memory to the step). sleep needs max_off_policy_steps 0 or 1."""
     compile: bool = False
     """Use torch.compile and (on GPUs) CUDA graphs; false: eager."""

@@ -156,7 +156,7 @@ def _check_accounting(config: RunConfig) -> Iterator[Refusal]:
     elif window > bound:
         yield (
             "accounting.window_groups",
-            f"must be at most {bound}, the most groups that are ever under way ((max_off_policy_steps + 1) * "
+            f"must be at most {bound}, the most groups that are ever in flight ((max_off_policy_steps + 1) * "
             f"groups_per_step = {age_bound}, buffer.max_groups = {buffer.max_groups}); a larger window never "
             "holds anything back",
         )
@@ -347,8 +347,8 @@ def _check_teacher(config: RunConfig, teacher: TeacherSection, field: str) -> It
         if is_seen and all(isinstance(reward, ProcessRewardModel) for reward in source.rewards):
             yield (
                 f"{field}.prompt",
-                f"has $feedback, and the reward of {source.name!r} gives numbers only; must be without it, "
-                "or the source needs another reward",
+                f"has $feedback, but the reward of {source.name!r} gives only numbers; leave it out, or give "
+                "the source another reward",
             )
     if not teacher.moves:
         return
@@ -373,7 +373,7 @@ def _check_student_ids(config: RunConfig) -> Iterator[Refusal]:
     if all(term.ids is IdsOf.TEACHER for term in terms):
         return
     if len({term.ids for term in terms}) > 1:
-        remedy = "every topk_kl must have the same: a teacher is asked about one list of ids at each token"
+        remedy = "every topk_kl must have the same: a teacher evaluates one list of ids at each token"
         yield f"{field}: ids", remedy, [term.ids.value for term in terms]
     if sampling.top_k is None:
         remedy = "must be set for ids: student, which are those that top_k keeps"
@@ -439,7 +439,7 @@ def _check_rewards_of(source: NamedSource, config: RunConfig) -> Iterator[Refusa
             remedy = "scores steps, which only a reward without others can; must not be in a list"
             yield f"{field}.kind", remedy, reward.kind
         if counts[name] > 1:
-            remedy = "is the name of another reward in the list too; give each its own name"
+            remedy = "is also the name of another reward in the list; give each its own name"
             yield f"{field}.name", remedy, name
         if not is_part_name(name):
             yield f"{field}.name", f"becomes the metric reward/<name>; must be {PART_NAME_RULE}", name
@@ -500,8 +500,7 @@ def _check_agents(config: RunConfig, names: str) -> Iterator[Refusal]:
     if config.buffer.age_of is AgeOf.NEWEST_TOKEN:
         yield (
             "buffer.age_of",
-            "must be 'token' or 'oldest_token' with agents: one of them can have taken its last turn while "
-            "another goes on",
+            "must be 'token' or 'oldest_token' with agents: one can end its turns while another continues",
         )
 
 
@@ -543,19 +542,19 @@ def _check_tools(config: RunConfig, environment: HasRounds) -> Iterator[Refusal]
     if needs_template and not config.data.chat_template:
         yield (
             "data.chat_template",
-            f"must be true with environment.kind = {environment.kind!r}, whose tools are told by the chat "
-            f"template{other}",
+            f"must be true with environment.kind = {environment.kind!r}, whose tools the chat template "
+            f"lists{other}",
         )
     if episodes.tool_s >= episodes.step_s:
         yield (
             "episodes.tool_s",
-            f"must be less than episodes.step_s = {episodes.step_s:g}: a model can be told that a call took "
-            "too long only while its episode goes on",
+            f"must be less than episodes.step_s = {episodes.step_s:g}: a model learns that a call took "
+            "too long only while its episode runs",
         )
     if isinstance(environment, McpEnvironment) and environment.start_s >= episodes.setup_s:
         yield (
             "environment.start_s",
-            f"must be less than episodes.setup_s = {episodes.setup_s:g}, the limit for all that precedes the "
+            f"must be less than episodes.setup_s = {episodes.setup_s:g}, the limit for everything before the "
             "first turn",
         )
     if environment.max_rounds >= episodes.max_turns:
@@ -675,7 +674,7 @@ def places_of(gpus: Iterable[int], visible: str | None) -> frozenset[int]:
     names = [name.strip() for name in visible.split(",")]
     if not all(name.removeprefix("-").isdecimal() for name in names if name):
         raise ValueError(
-            f"cannot be told from the others that the run may use: CUDA_VISIBLE_DEVICES={visible}; must name "
+            f"cannot be distinguished from the run's other GPUs: CUDA_VISIBLE_DEVICES={visible}; must name "
             "GPUs by number (with CUDA_DEVICE_ORDER=PCI_BUS_ID those of nvidia-smi)"
         )
     return frozenset(place for place, name in enumerate(names) if name and int(name) in wanted)

@@ -231,7 +231,7 @@ class WarmupSection(Section):
                 guesses,
             )
         if self.wrong_step_share and not self.guess_error:
-            remedy = "must be 0 with warmup.guess_error = 0: a wrong step is off by 1 to so many"
+            remedy = "must be 0 with warmup.guess_error = 0: it is the maximum error of a wrong step"
             yield "wrong_step_share", remedy
 
 

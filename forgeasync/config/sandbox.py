@@ -129,7 +129,7 @@ class UnsafeSubprocess(SandboxLimits):
     def _has_no_mounts(self) -> Self:
         if self.mounts:
             raise PydanticCustomError(
-                "mounts", "mounts cannot be given: with kind unsafe commands see all of the host's files", {}
+                "mounts", "mounts must be empty: with kind unsafe, commands see all of the host's files", {}
             )
         return self
 

@@ -88,8 +88,8 @@ class OptimizerSection(Section):
         if self.learning_rate * self.weight_decay >= 1.0:
             yield (
                 "weight_decay",
-                f"times learning_rate = {self.learning_rate:g} must be less than 1: otherwise a step would "
-                "remove every parameter's whole value",
+                f"times learning_rate = {self.learning_rate:g} must be less than 1: otherwise one step of "
+                "weight decay would erase every parameter",
             )
         if self.decay_steps is not None and self.decay_steps[0] >= self.decay_steps[1]:
             yield "decay_steps", "must be two steps, the first less than the second"

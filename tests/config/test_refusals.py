@@ -149,7 +149,7 @@ algorithm.objective={kind: python, factory: forgeasync.algorithms.objectives.Kim
 agents={solver: {}} => agents = 'solver' | needs an environment
 $OWN; agents={judge: {trainable: false}} => agents = 'judge' | at least one agent with trainable
 $OWN; agents={a: {}, b: {}}; buffer.age_of=newest_token
-    => buffer.age_of = 'newest_token' | with agents: one of them
+    => buffer.age_of = 'newest_token' | with agents: one can end
 $OWN; episodes.endings.infrastructure=zero
     => episodes.endings.infrastructure = 'zero' | must be one of run_again, mask
 # Teachers and terms of the loss.
@@ -175,7 +175,7 @@ warmup.shown_per_step=1
 $TOPK; teachers={a: {model_path: t, prompt: $feedback $prompt}}
 data.reward={kind: process_reward_model, model_path: prm}
     => teachers.a.prompt = '$feedback $prompt'
-    | has $feedback, and the reward of 'chain_sum' gives numbers only
+    | has $feedback, but the reward of 'chain_sum' gives only numbers
 algorithm.objective={kind: none} => algorithm.objective.kind = 'none' | algorithm.terms is empty
 $TOPK; teachers={a: {source: live, engine: {dtype: bfloat16}}}
     => teachers.a.engine.dtype = 'bfloat16' | must be generator.dtype = 'float32'

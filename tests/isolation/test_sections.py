@@ -43,7 +43,7 @@ def test_a_section_is_what_its_kind_says(given, kind) -> None:
         ({"kind": "bubblewrap", "env": {"A": "x\0"}}, "cannot be set"),
         ({"kind": "docker"}, "image"),
         ({"kind": "docker", "image": "--privileged"}, "no name of an image"),
-        ({"kind": "unsafe", "mounts": {"/data": "/data"}}, "mounts cannot be given"),
+        ({"kind": "unsafe", "mounts": {"/data": "/data"}}, "mounts must be empty"),
     ],
 )
 def test_a_section_that_makes_no_sense_is_refused(given, match) -> None:

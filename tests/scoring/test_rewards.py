@@ -254,7 +254,7 @@ data.reward=[{kind: math, wight: 1}] => data.reward.0.wight = 1: unknown key; di
 data.reward={kind: python} => data.reward.factory: required key is missing
 data.reward=3 => data.reward = 3: expected a section with the keys kind
 data.reward=[] => data.reward = []: must have at least one reward
-data.reward=[{kind: math}, {kind: math}] => data.reward.0.name = 'math': is the name of another
+data.reward=[{kind: math}, {kind: math}] => data.reward.0.name = 'math': is also the name of another
 data.reward={kind: math, name: mean} => data.reward.name = 'mean': becomes the metric
 data.reward={$PYTHON, limit_s: 60} => data.reward.limit_s = 60.0: must be less
 data.reward={$PRM, limit_s: 60} => data.reward.limit_s = 60.0: must be less than timeouts.
