@@ -94,8 +94,13 @@ def test_config_reference_has_every_key_with_its_default(pages: dict[str, str]) 
     assert found.keys() > {"CodingAgent", "CodingSource", "ServedEnvironment", "ServedSource"}
 
 
+def test_every_key_has_a_meaning(pages: dict[str, str]) -> None:
+    unexplained = re.findall(r"^\| `(\S+)` .* \|  \|$", pages[CONFIG_PAGE], flags=re.M)
+    assert {key for key in unexplained if not key.endswith(".kind")} == set()
+
+
 def test_config_reference_has_types_bounds_and_meanings(pages: dict[str, str]) -> None:
     page = pages[CONFIG_PAGE]
     assert "| `trainer.parallel.num_procs` | whole number, > 0, ≤ 65536 | `1` | Number of " in page
-    assert "| `sampling.top_p` | number, > 0.0, ≤ 1.0 | `1.0` |" in page
+    assert "| `sampling.top_p` | number, > 0.0, ≤ 1.0 | `1.0` | Smallest total probability " in page
     assert "`reissue`: The group's prompt is submitted again, before all others." in page

@@ -81,7 +81,9 @@ class TruncatedIs(Correction):
 
     kind: Literal["truncated_is"] = "truncated_is"
     cap: Factor = 2.0
+    """Maximum weight."""
     level: RatioLevel = "token"
+    """Ratio of each token, of its sequence, or the geometric mean over its sequence."""
 
     @property
     def ratio_level(self) -> RatioLevel | None:
@@ -107,9 +109,11 @@ class MaskedIs(Correction):
 
     kind: Literal["masked_is"] = "masked_is"
     low: float = Field(ge=0.0, le=1e30)
+    """Ratios below this have weight 0."""
     high: Factor
     """Must be above ``low``."""
     level: RatioLevel = "token"
+    """Ratio of each token, of its sequence, or the geometric mean over its sequence."""
 
     @property
     def ratio_level(self) -> RatioLevel | None:
@@ -128,6 +132,7 @@ class IcePop(Correction):
 
     kind: Literal["icepop"] = "icepop"
     low: float = Field(default=0.5, ge=0.0, le=1e30)
+    """Ratios below this have weight 0."""
     high: Factor = 5.0
     """Must be above ``low``."""
 

@@ -126,7 +126,9 @@ class KlPenalty(Section):
     """KL penalty towards the run's initial model: coefficient * estimate."""
 
     estimator: AnyKlEstimator
+    """Estimator of the divergence of each token."""
     coefficient: Factor
+    """Factor of the penalty."""
     where: KlPlace = KlPlace.LOSS
 
 

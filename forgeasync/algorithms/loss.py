@@ -128,6 +128,7 @@ class TopkKl(Term):
 
     kind: Literal["topk_kl"] = "topk_kl"
     divergence: Literal["forward", "reverse", "jsd"] = "forward"
+    """Divergence from teacher to policy (forward), from policy to teacher (reverse), or Jensen-Shannon."""
     ids: IdsOf = IdsOf.TEACHER
     """Model whose likely tokens are compared. ``student`` uses each token's kept set: it needs
     ``sampling.top_k`` equal to ``top_k``, and does not work with an ``endpoint``."""
@@ -185,6 +186,7 @@ class RefKl(Term):
 
     kind: Literal["ref_kl"] = "ref_kl"
     estimator: AnyKlEstimator = K3()
+    """Estimator of the divergence of each token."""
 
     def __call__(
         self, row: RowTokens, weights_T: torch.Tensor | None

@@ -98,7 +98,9 @@ class PpoClip(Objective):
 
     kind: Literal["ppo_clip"] = "ppo_clip"
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
+    """Lower clip: ratios are clipped at 1 - clip_low."""
     clip_high: Factor = 0.28
+    """Upper clip: ratios are clipped at 1 + clip_high."""
     dual_clip: float | None = Field(default=None, gt=1.0, le=1e30)
     """Bound on the loss of a token with negative advantage, as a multiple of abs(A). null: no bound."""
 
@@ -126,6 +128,7 @@ class Cispo(Objective):
     clip_low: float = Field(default=1.0, gt=0.0, le=1.0)
     """Lower clip: ratios below 1 - clip_low are raised to it. 1 leaves small ratios unchanged."""
     clip_high: Factor
+    """Upper clip: ratios are clipped at 1 + clip_high."""
 
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         ratio_T = self.importance_ratios(row).detach()
@@ -147,7 +150,9 @@ class Gspo(Objective):
 
     kind: Literal["gspo"] = "gspo"
     clip_low: float = Field(default=3e-4, gt=0.0, lt=1.0)
+    """Lower clip: ratios are clipped at 1 - clip_low."""
     clip_high: Factor = 4e-4
+    """Upper clip: ratios are clipped at 1 + clip_high."""
 
     def importance_ratios(self, row: RowTokens) -> torch.Tensor:
         return capped(row.sequence_means(row.log_ratios())).exp()
@@ -182,6 +187,7 @@ class DecoupledPpo(Objective):
 
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
+    """Ratios to the proximal policy are clipped at 1 - clip and 1 + clip."""
     behavior_cap: Factor = 5.0
     """Cap on proximal / behavior. Tokens with a larger weight are left out."""
 
@@ -235,6 +241,7 @@ class Kimi15(Objective):
 
     kind: Literal["kimi15"] = "kimi15"
     tau: Factor
+    """Factor of the square."""
 
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         log_ratio_T = row.log_ratios()

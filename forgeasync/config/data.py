@@ -53,6 +53,7 @@ class HuggingFaceSource(Section):
     path: str
     """Hub id, folder, or .json, .jsonl, .parquet or .csv file."""
     split: str = "train"
+    """Split of the data set."""
     question_field: str
     """Dotted path of the problem text in a record, such as ``problem`` or ``prompt.0.content``."""
     answer_field: str
@@ -103,6 +104,7 @@ class WeightedSource(Section):
     """One of several sources, with its weight."""
 
     source: SourceSection
+    """Data set or generator of the problems."""
     weight: float = Field(default=1.0, ge=1e-6, le=1e6)
     """Weight of the source; prompts are drawn from the sources in proportion to their weights."""
     name: str | None = None
@@ -302,6 +304,7 @@ class EvaluationSet(Section):
     name: str
     """Name of the set in metrics, such as ``eval/<name>/accuracy``."""
     source: SourceSection
+    """Data set or generator of the problems."""
     num_problems: NumTasks
     """Number of problems, drawn from the source like held-out problems: the same ones in every run."""
     num_samples: int = Field(default=1, gt=0, le=1024)

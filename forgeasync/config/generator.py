@@ -22,7 +22,9 @@ class SamplingSection(Section):
     top_k: CountOrZero = 0
     """Number of most likely tokens that can be sampled; 0: all."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Smallest total probability of the most likely tokens that can be sampled; 1: all."""
     min_p: float = Field(default=0.0, ge=0.0, le=0.99)
+    """Minimum probability of a token that can be sampled, relative to the most likely one; 0: all."""
     max_response_tokens: Count
     """Maximum number of tokens of a response; a longer one is cut and counted as truncated. With an
     environment: maximum number of tokens of each turn of the model."""
@@ -70,6 +72,7 @@ class GeneratorSection(Section):
     expert_parallel: bool = False
     """Place whole experts on each GPU of an engine instead of a slice of every expert."""
     dtype: Dtype = Dtype.FLOAT32
+    """Data type of the engine's weights and activations."""
     max_num_seqs: int = Field(default=64, gt=0, le=65536)
     """Maximum number of sequences that an engine decodes at once."""
     max_num_batched_tokens: int = Field(default=2048, gt=0, le=MAX_ROW_TOKENS)

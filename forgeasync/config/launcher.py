@@ -22,14 +22,18 @@ class HostCounts(Section):
     """Number of hosts for each role; processes and replicas are spread evenly over them."""
 
     trainer: Procs = 1
+    """Number of hosts of the trainer."""
     generators: Procs = 1
+    """Number of hosts of the generators."""
 
 
 class HostNames(Section):
     """Names of the hosts for each role."""
 
     trainer: tuple[str, ...] = Field(min_length=1)
+    """Names of the trainer's hosts."""
     generators: tuple[str, ...] = Field(min_length=1)
+    """Names of the generators' hosts."""
 
 
 class LocalLauncher(Section):
@@ -81,10 +85,13 @@ class SlurmLauncher(Section):
     gpus_per_host: int = Field(ge=0, le=1024)
     """GPUs of each host; 0: the roles run on CPUs."""
     partition: str = Field(min_length=1)
+    """Partition in which Slurm starts the job."""
     time_limit: str | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d+){0,2}$")
     """Time limit in sbatch's notation, such as 04:00:00; null: the partition's default."""
     account: str | None = None
+    """Account that Slurm charges; null: the user's default."""
     qos: str | None = None
+    """Quality of service of the job; null: the user's default."""
     cpus_per_task: Count | None = None
     """CPUs of each host; null: the plan's number (``forgeasync.planning.host_requests``)."""
     mem: str | None = None
@@ -94,6 +101,7 @@ class SlurmLauncher(Section):
     python: str = "python"
     """Command of the Python on the hosts in which this package is installed."""
     port: int = Field(default=22222, gt=0, le=65535)
+    """Port that the hosts' workers listen on."""
     start_timeout_s: int | None = Field(default=None, gt=0, le=int(MAX_SECONDS))
     """Time limit for the job to start, in seconds; if it is still in the queue then, the run ends. null: no
     limit."""
@@ -114,6 +122,7 @@ class KubernetesLauncher(Section):
     gpus_per_host: int = Field(ge=0, le=1024)
     """GPUs of each host; 0: the roles run on CPUs."""
     namespace: str = Field(min_length=1)
+    """Namespace of the pods."""
     image: str = Field(min_length=1)
     """Container image whose ``python`` has this package installed."""
     labels: dict[str, str] = Field(default_factory=dict)
@@ -124,6 +133,7 @@ class KubernetesLauncher(Section):
     shared_memory_size: str | None = None
     """Size of each pod's /dev/shm, which holds payloads and weights, such as 64Gi; null: the plan's size."""
     port: int = Field(default=26600, gt=0, le=65535)
+    """Port that the hosts' workers listen on."""
     kubeconfig: str | None = None
     """Path of a kubeconfig file, for a controller outside the cluster; null: the controller runs in a pod."""
     start_timeout_s: int | None = Field(default=None, gt=0, le=int(MAX_SECONDS))

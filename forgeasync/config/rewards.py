@@ -182,6 +182,7 @@ class ProcessRewardModel(LimitedReward):
     """Maximum number of tokens of task and response together, by the model's own tokenizer. A longer response
     is neither sent nor cut; it scores 0 and is counted (``scoring/num_oversized``)."""
     dtype: Dtype = Dtype.FLOAT32
+    """Data type of the model's weights and activations."""
     max_num_seqs: int = Field(default=16, gt=0, le=1024)
     """Maximum number of responses that one engine computes at once."""
     max_num_batched_tokens: int = Field(default=8192, gt=0, le=MAX_ROW_TOKENS)

@@ -45,9 +45,13 @@ class TimeoutSection(Section):
     """
 
     setup_s: Seconds = 300.0
+    """Time limit for starting the processes of a role and loading its model."""
     generate_s: Seconds = 300.0
+    """Time limit for sampling a group, or one turn of an episode."""
     train_step_s: Seconds = 600.0
+    """Time limit for one training step."""
     weights_s: Seconds = 120.0
+    """Time limit for publishing or fetching one policy version."""
     score_s: Seconds = 60.0
     """Time limit for scoring one response, or a whole group if a reward compares its responses, from when a
     scorer starts on it. After that the attempt fails and is repeated, see ``scorer.max_attempts``."""
@@ -140,6 +144,7 @@ class WandbSection(Section):
     """Logging to Weights & Biases, in addition to the run's files; wandb handles the login."""
 
     project: str = Field(min_length=1, max_length=128)
+    """Project that the run is logged to."""
     entity: str | None = None
     """User or team that owns the project; null: the user's default."""
     mode: WandbMode = WandbMode.ONLINE
@@ -151,6 +156,7 @@ class LoggingSection(Section):
     rollouts_per_step: CountOrZero = 4
     """Number of rollouts per step whose text is written to rollouts.jsonl."""
     tensorboard: bool = True
+    """Write metrics for TensorBoard, to ``tensorboard`` in the run's folder."""
     wandb: WandbSection | None = None
     """Logging to Weights & Biases, which needs the package wandb; null: none."""
 
@@ -162,15 +168,21 @@ class ShapeSection(Section):
     """Shape of a Qwen3-MoE model that is initialized from a seed."""
 
     num_layers: int = Field(gt=0, le=1024)
+    """Number of layers."""
     hidden_size: Width
+    """Dimension of the hidden states."""
     num_heads: int = Field(gt=0, le=1024)
+    """Number of query heads."""
     num_kv_heads: int = Field(gt=0, le=1024)
+    """Number of key and value heads; must divide ``num_heads``."""
     head_dim: int = Field(gt=0, le=512, multiple_of=2)
     """Dimension of each head; even, because rotary embeddings rotate pairs."""
     num_experts: int = Field(gt=0, le=65535)
     """Experts per layer; routing records hold expert ids in 16 bits."""
     top_k: int = Field(gt=0, le=65535)
+    """Number of experts chosen for each token."""
     expert_hidden_size: Width
+    """Hidden dimension of each expert."""
 
     def find_problems(self) -> Iterator[Refusal]:
         """Yield inconsistent numbers of experts and heads."""
@@ -187,9 +199,12 @@ class WarmupSection(Section):
     """
 
     seed: Seed = 0
+    """Seed of the initial weights and the examples."""
     shape: ShapeSection
     num_steps: Count
+    """Number of optimizer steps."""
     examples_per_step: Count
+    """Number of examples in the batch of one step."""
     optimizer: OptimizerSection
     direct_share: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Weight share of examples that guess the answer instead of working it out. Guesses imitate pre-training

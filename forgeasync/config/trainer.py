@@ -21,9 +21,11 @@ class ParallelSection(Section):
     data_replicate: Procs = 1
     """Number of HSDP replicas of the sharded model."""
     tensor: Procs = 1
+    """Degree of tensor parallelism."""
     sequence: bool = True
     """Split activations between tensor-parallel matrix products along the sequence (sequence parallelism)."""
     context: Procs = 1
+    """Degree of context parallelism, which splits rows along the sequence."""
     expert: Procs = 1
     """Degree of expert parallelism: experts are split over data_shard, tensor and context ranks."""
 
@@ -77,6 +79,7 @@ class OptimizerSection(Section):
     weight_decay: float = Field(default=0.0, ge=0.0, le=1e12)
     """Decoupled weight decay: each step subtracts learning_rate * weight_decay of every parameter's value."""
     warmup_steps: CountOrZero = 0
+    """Number of first steps over which the learning rate rises linearly."""
     decay_steps: tuple[CountOrZero, CountOrZero] | None = None
     """First and last step of a linear decay of the learning rate to zero; null: no decay."""
     max_grad_norm: float = Field(default=1.0, ge=1e-6, le=1e30)
@@ -163,6 +166,7 @@ class BadStepsSection(Section):
     """Policy for a gradient norm, before clipping, of more than ``spike_factor`` times the median of the last
     ``spike_window`` optimizer steps that were made. null: spikes are not detected."""
     spike_factor: float = Field(default=10.0, gt=1.0, le=1e6)
+    """Multiple of the median gradient norm above which a step is a spike."""
     spike_window: int = Field(default=32, ge=4, le=10_000)
     """Number of optimizer steps in the median. Steps without a gradient do not count; until there are that
     many, nothing is a spike."""
@@ -184,6 +188,7 @@ class TrainerSection(Section):
     """Compute the tokens that sequences of a row have in common at their beginning, such as the prompt of a
     group, once. null: true without context parallelism, which divides rows."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
+    """Which activations the backward pass computes again instead of keeping them."""
     compile: bool = False
     """Use torch.compile for every layer."""
     flash_attention: FlashAttention = FlashAttention.AUTO
