@@ -281,7 +281,7 @@ class _RankRead:
     def _plan(self, wanted: np.ndarray) -> tuple[PatchPlan | None, list[ByteRange]]:
         """Return the patches to apply, and the ranges to read for them and for all other wanted blocks."""
         unit, end = self.transport.granularity, self.rank.buffer_bytes
-        whole = byte_ranges(wanted, unit, self.rank.num_bytes)
+        whole = byte_ranges(wanted, unit, end)
         plan = PatchPlan(self.patches, wanted, self.held_of)
         if not plan.blocks.any():
             return None, whole

@@ -77,7 +77,8 @@ class Site:
 
     @property
     def num_bytes(self) -> int:
-        return self.layout.num_bytes
+        """Bytes of all blocks of a version."""
+        return self.layout.ranks[0].num_blocks * BLOCK_BYTES
 
 
 def fetch(fetcher: WeightFetcher, manifest: Manifest) -> FetchReport:
@@ -260,6 +261,32 @@ def test_blocks_that_a_failed_fetch_overwrote_are_not_patched(tmp_path: Path) ->
     report = fetch(fetcher, site.publish())
     assert report.is_complete and report.num_bad_blocks == 0
     site.assert_received()
+
+
+class SegmentTransport(SharedMemoryTransport):
+    """Reads segments, which have the same bytes on both sides."""
+
+    granularity = 4 * BLOCK_BYTES
+
+    async def read(
+        self, slot: int, ranges: "list[ByteRange]", received: torch.Tensor, arrived: Arrived
+    ) -> None:
+        assert len(received) == len(self._slots[slot])
+        for start, stop in ranges:
+            assert start % self.granularity == 0
+            assert stop % self.granularity == 0 or stop == len(received)
+        await super().read(slot, ranges, received, arrived)
+
+
+def test_segments_are_read_up_to_the_end_of_the_buffer(tmp_path: Path) -> None:
+    """Weights end in the middle of a segment, and so do their patches."""
+    site = Site(tmp_path, num_elements=600_000)
+    fetcher = site.fetcher(transport=SegmentTransport)
+    for version, share in enumerate((0.0, 0.001, 0.4, 0.001)):
+        change(site.weight, share, version)
+        report = fetch(fetcher, site.publish())
+        assert report.is_complete and report.num_bad_blocks == 0
+        site.assert_received()
 
 
 def test_generators_of_a_host_apply_the_parts_of_their_shares(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ async def carry(choice: TransportChoice, folder: Path, num_versions: int) -> lis
         report = await fetcher.fetch(make_manifest(layout, version, slot, staged))
         assert report.is_complete and report.num_bad_blocks == 0
         # Later reads are asked for ranges that start in the middle of the buffer.
-        assert (report.num_bytes_moved == publisher.layout.num_bytes) is (version == 1)
+        assert (report.num_bytes_moved >= publisher.layout.num_bytes) is (version == 1)
         found = whole_tensors(layout, received_images(receive_buffer, layout))
         received.append({name: tensor.clone() for name, tensor in found})
     return received
@@ -179,7 +179,9 @@ def test_what_a_cut_connection_lost_is_fetched_again(times: int, is_complete: bo
         assert report.num_bytes_moved > report.num_bytes_needed, "arrived blocks are not asked for again"
         assert report.num_bytes_moved < 3 * report.num_bytes_needed
     else:
-        assert report.failure is None and report.num_bytes_moved == report.num_bytes_needed
+        # The last block is fetched up to its end.
+        assert report.failure is None
+        assert 0 <= report.num_bytes_moved - report.num_bytes_needed < BLOCK_BYTES
 
 
 def test_tcp_serves_nothing_without_the_token(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ CASES = {
         parallel=ParallelSection(num_procs=2, tensor=2, sequence=False),
         transport="torchstore",
         num_generators=1,
+        delta=Delta.EXACT,
     ),
     "tp2_ep2-delta-2_generators": Case(
         parallel=ParallelSection(num_procs=2, tensor=2, expert=2),
