@@ -18,7 +18,9 @@ from forgeasync.models import read_model_facts, untrained_tensors
 from forgeasync.schema import PythonCode
 from forgeasync.weights import (
     ALONE,
+    Arrived,
     Box,
+    ByteRange,
     HostShare,
     Manifest,
     NamedWeight,
@@ -108,6 +110,20 @@ def make_manifest(layout: WeightLayout, version: int, slot: int, *staged: Any) -
 def constant(version: int) -> float:
     """f(v): what every weight of a version is; tells 251 versions apart, exact in float32."""
     return (version % 251 + 1) / 1024
+
+
+class FailingTransport(SharedMemoryTransport):
+    """Fails once it is told to, with the bytes copied and not reported."""
+
+    is_failing = False
+
+    async def read(
+        self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
+    ) -> None:
+        if not FailingTransport.is_failing:
+            return await super().read(slot, ranges, received, arrived)
+        await super().read(slot, ranges, received, lambda part: None)
+        raise ConnectionResetError("the host is gone")
 
 
 def make_fetcher(

@@ -39,7 +39,13 @@ from forgeasync.weights import (
     received_images,
     whole_tensors,
 )
-from tests.support.weight_service import constant, make_fetcher, make_manifest, publish_and_die
+from tests.support.weight_service import (
+    FailingTransport,
+    constant,
+    make_fetcher,
+    make_manifest,
+    publish_and_die,
+)
 
 ROWS = 300
 SHAPES = {"big": (2 * ROWS, 1024), "experts": (64, 96), "norm": (7,)}
@@ -177,20 +183,6 @@ def test_what_the_engine_does_not_take_is_not_moved(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path)
     report = fetch(publisher.fetcher(unneeded=1), publisher.publish(1, 0, make_weights(1)))
     assert report.is_complete and report.num_bytes_moved == publisher.num_bytes - 2 * BLOCK_BYTES
-
-
-class FailingTransport(SharedMemoryTransport):
-    """Fails once it is told to, with the bytes copied and not reported."""
-
-    is_failing = False
-
-    async def read(
-        self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
-    ) -> None:
-        if not FailingTransport.is_failing:
-            return await super().read(slot, ranges, received, arrived)
-        await super().read(slot, ranges, received, lambda part: None)
-        raise ConnectionResetError("the host is gone")
 
 
 def test_blocks_that_a_failed_fetch_overwrote_are_not_held(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """``weights.delta: exact``: elements whose bits changed move, and what arrives is the version, to the bit."""
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from forgeasync.weights import (
     HostShare,
     Manifest,
     NamedWeight,
+    RankSource,
     ReceiveBuffer,
     SharedMemoryTransport,
     StagingBuffers,
@@ -29,7 +31,7 @@ from forgeasync.weights import (
     received_images,
     whole_tensors,
 )
-from tests.support.weight_service import make_fetcher, make_manifest
+from tests.support.weight_service import FailingTransport, connected, make_fetcher, make_manifest
 
 NUM_ELEMENTS = 4_000_000
 
@@ -193,7 +195,7 @@ def test_a_restarted_generator_and_a_restarted_trainer_move_everything(tmp_path:
     again.mkdir()
     site.buffers = StagingBuffers(again, site.layout.ranks[0], site.dtype)
     source = StagingSource(host_id="h", paths=site.buffers.paths)
-    restarted.connect(make_fetcher(site.layout, [source], site.receive_buffer)._transports)
+    restarted.connect({0: connected(SharedMemoryTransport, site.layout.ranks[0], source)})
     change(site.weight, 0.001, 2)
     assert site.publish().patches == ((),)
     change(site.weight, 0.001, 3)
@@ -208,7 +210,7 @@ class DamagingTransport(SharedMemoryTransport):
     num_left = 0
 
     async def read(
-        self, slot: int, ranges: "list[ByteRange]", received: torch.Tensor, arrived: Arrived
+        self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
         await super().read(slot, ranges, received, arrived)
         if DamagingTransport.num_left:
@@ -235,28 +237,14 @@ def test_a_damaged_patch_is_found(tmp_path: Path, num_damaged: int) -> None:
     site.assert_received()
 
 
-class BrokenTransport(SharedMemoryTransport):
-    """Ends with an error after bytes have arrived, of which it does not tell."""
-
-    is_broken = False
-
-    async def read(
-        self, slot: int, ranges: "list[ByteRange]", received: torch.Tensor, arrived: Arrived
-    ) -> None:
-        if not BrokenTransport.is_broken:
-            return await super().read(slot, ranges, received, arrived)
-        await super().read(slot, ranges, received, lambda part: None)
-        raise ConnectionResetError("the host is gone")
-
-
 def test_blocks_that_a_failed_fetch_overwrote_are_not_patched(tmp_path: Path) -> None:
     site = Site(tmp_path)
-    fetcher = site.fetcher(transport=BrokenTransport)
+    fetcher = site.fetcher(transport=FailingTransport)
     fetch(fetcher, site.publish())
     change(site.weight[: NUM_ELEMENTS // 2], 0.5, 1)
-    BrokenTransport.is_broken = True
+    FailingTransport.is_failing = True
     assert not fetch(fetcher, site.publish()).is_complete
-    BrokenTransport.is_broken = False
+    FailingTransport.is_failing = False
     change(site.weight, 0.001, 2)
     report = fetch(fetcher, site.publish())
     assert report.is_complete and report.num_bad_blocks == 0
@@ -268,10 +256,14 @@ class SegmentTransport(SharedMemoryTransport):
 
     granularity = 4 * BLOCK_BYTES
 
+    def connect(self, source: RankSource) -> None:
+        super().connect(source)
+        self.num_bytes = source.num_bytes
+
     async def read(
-        self, slot: int, ranges: "list[ByteRange]", received: torch.Tensor, arrived: Arrived
+        self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
-        assert len(received) == len(self._slots[slot])
+        assert len(received) == self.num_bytes
         for start, stop in ranges:
             assert start % self.granularity == 0
             assert stop % self.granularity == 0 or stop == len(received)
@@ -334,6 +326,6 @@ def test_200_updates_with_versions_missed(tmp_path: Path) -> None:
             report = fetch(fetcher, manifest)
             assert report.is_complete
             moved.append(report.num_bytes_moved)
-    fetch(fetcher, replace(manifest))
+    fetch(fetcher, manifest)
     site.assert_received()
     assert np.median(moved) <= 0.15 * site.num_bytes
