@@ -365,15 +365,16 @@ class Engine:
         if not self._running or self._num_pauses:
             return
         num = len(self._running)
-        num_steps = self._running[0][0] - self._steps
+        num_steps, act = self._running[0][0] - self._steps, self._tick
         num_to_full = (self._cost.max_kv_tokens - self._num_kv_tokens) / num
-        act = self._tick
         if num > 1 and num_to_full < num_steps:
             num_steps, act = max(0.0, num_to_full), self._preempt
         if num_steps > MAX_STEPS:
             num_steps, act = MAX_STEPS, self._tick
         # The mean over these steps: contexts grow by one token per step.
         self._step_s = self._cost.decode.step_s(num, self._num_kv_tokens / num + num_steps / 2)
+        # Time too short for the clock would never pass.
+        self._steps += num_steps * (self._clock.now_s + num_steps * self._step_s == self._clock.now_s)
         stalled_s = max(0.0, self._stalled_until_s - self._clock.now_s)
         self._event = self._clock.after(stalled_s + num_steps * self._step_s, act)
 

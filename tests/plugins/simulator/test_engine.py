@@ -93,6 +93,20 @@ def test_tokens_belong_to_the_version_that_was_there() -> None:
     assert sequence.spans == [(0, 45), (1, 9), (2, 46)]
 
 
+def test_steps_that_the_clock_cannot_tell_apart_end() -> None:
+    """At 1e5 s a step of 1e-13 s adds nothing to the time."""
+    clock = Clock()
+    ended: list[Sequence] = []
+    short = {key: 1e-13 for key in STEPS_S}
+    engine = Engine(0, engine_cost(decode_table(short), prefill_s=PREFILL_S), clock, ended.append)
+    sequences = made_group(0, [100, 7]).sequences
+    clock.after(1e5, lambda: engine.add(sequences))
+    for _ in range(1000):
+        if not clock.step():
+            break
+    assert len(ended) == 2
+
+
 def test_a_swap_costs_its_pause_and_what_is_computed_again() -> None:
     """A prompt token and 99 steps of 0.01 s, 49 of them before the swap."""
 
