@@ -24,7 +24,7 @@ class Monitor(Generic[S]):
     def change(self, act: Callable[[S], T]) -> T:
         """Call ``act`` on the state, and return its result. Waiting tasks check the state again."""
         result = act(self.state)
-        self._wake()
+        self.wake()
         return result
 
     async def until(
@@ -51,10 +51,11 @@ class Monitor(Generic[S]):
                 self._waiting.remove(changed)
                 if timer is not None:
                     timer.cancel()
-        self._wake()
+        self.wake()
         return result
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let waiting tasks check the state again, after a change that ``change`` did not make."""
         for changed in self._waiting:
             _finish(changed)
 

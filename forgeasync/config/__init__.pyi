@@ -118,7 +118,6 @@ from .teachers import FEEDBACK as FEEDBACK
 from .teachers import SIBLING as SIBLING
 from .teachers import TeacherEndpoint as TeacherEndpoint
 from .teachers import TeacherSection as TeacherSection
-from .teachers import TeacherSource as TeacherSource
 from .teachers import average_alpha as average_alpha
 from .teachers import num_averages as num_averages
 from .teachers import weights_of_teacher as weights_of_teacher
@@ -155,5 +154,6 @@ from .run import WandbMode as WandbMode
 from .teachers import EveryVersions as EveryVersions
 from .teachers import FORMS as FORMS
 from .teachers import FixedSource as FixedSource
+from .teachers import TeacherSource as TeacherSource
 from .trainer import RecoverySection as RecoverySection
 from .trial_call import check_own_code as check_own_code

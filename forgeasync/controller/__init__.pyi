@@ -39,7 +39,6 @@ from .cli import rehearse as rehearse
 from .evaluation import EvaluationSchedule as EvaluationSchedule
 from .evaluation import evaluate as evaluate
 from .evaluation import max_beside as max_beside
-from .evaluation import waited_every_steps as waited_every_steps
 from .evaluation import without_trainer as without_trainer
 from .groups import GroupSpiller as GroupSpiller
 from .hosts import check_gpus_of_hosts as check_gpus_of_hosts
@@ -53,7 +52,7 @@ from .preparation import check as check
 from .preparation import check_plan as check_plan
 from .preparation import prepare as prepare
 from .preparation import problem_sets as problem_sets
-from .preparation import take_up as take_up
+from .preparation import prepare_run as prepare_run
 from .recorder import RunRecorder as RunRecorder
 from .resume import FoundGroups as FoundGroups
 from .resume import Resumed as Resumed
@@ -66,7 +65,7 @@ from .resume import newest_step as newest_step
 from .resume import open_files as open_files
 from .resume import remove_others as remove_others
 from .resume import resume_or_begin_anew as resume_or_begin_anew
-from .resume import take_over as take_over
+from .resume import claim_run as claim_run
 from .run import first_different_operator as first_different_operator
 from .serving import WeightServing as WeightServing
 from .starting import Roles as Roles

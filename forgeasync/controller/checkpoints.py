@@ -12,7 +12,7 @@ import logging
 import shutil
 import signal
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from monarch.actor import ActorError
 
@@ -31,11 +31,9 @@ from forgeasync.checkpoints import (
     model_shape,
     step_of,
 )
-from forgeasync.config import RunConfig
 from forgeasync.controller.cli import received_signal
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import Part, RunRecorder, StepTimes
-from forgeasync.controller.serving import WeightServing
 from forgeasync.environments import digest_of
 from forgeasync.files import Refusal
 from forgeasync.models import FolderNotWritten, HfFolderWriter
@@ -43,6 +41,9 @@ from forgeasync.observability import FaultLog, RunDir, StorageFaults, describe_e
 from forgeasync.runtime import ActorDied, BufferActor, HostLost, TrainerRecovery
 from forgeasync.waiting import DeadlineExceeded, deadline
 from forgeasync.weights import StagedVersion, StagedWeights
+
+if TYPE_CHECKING:
+    from forgeasync.controller.run import RunLoops
 
 logger = logging.getLogger(__name__)
 
@@ -235,13 +236,7 @@ class RunCheckpoints:
         return version
 
 
-class Exporter(Protocol):
-    """Interface of a trainer that writes its model."""
-
-    async def save_hf(self, folder: Path, *, source: Path) -> int: ...
-
-
-async def export(trainer: Exporter, folder: Path, prepared: Prepared, storage: StorageFaults) -> None:
+async def export(trainer: TrainerRecovery, folder: Path, prepared: Prepared, storage: StorageFaults) -> None:
     """Write the trained model to ``folder``; if its disk is full, wait for free space and retry.
 
     Raises:
@@ -282,19 +277,7 @@ async def _until_room(folder: Path, num_bytes: int) -> None:
         await asyncio.sleep(WAIT_S)
 
 
-class RescuedRun(Protocol):
-    """Interface of a run whose newest weights can be saved."""
-
-    config: RunConfig
-    prepared: Prepared
-    trainer: TrainerRecovery
-    serving: WeightServing
-    checkpoints: RunCheckpoints
-    first_version: int
-    version: int
-
-
-async def save_newest_weights(run: RescuedRun, run_dir: RunDir, error: BaseException) -> str:
+async def save_newest_weights(run: "RunLoops", run_dir: RunDir, error: BaseException) -> str:
     """Save the newest weights of a run that ends with ``error``; return a message with their location."""
     if run.version == run.first_version and run.serving.ledger.newest is None:
         return "no step was made, so that there are no new weights"
@@ -316,7 +299,7 @@ class Rescue:
     in shared memory. A run stopped by SIGTERM first writes a checkpoint, if there is time.
     """
 
-    def __init__(self, run: RescuedRun, folder: Path) -> None:
+    def __init__(self, run: "RunLoops", folder: Path) -> None:
         """Save to ``folder``, which must not exist yet."""
         self.folder = folder
         self._run = run

@@ -35,7 +35,7 @@ from forgeasync.config import (
     is_served,
     resolve,
 )
-from forgeasync.controller.hosts import check_generator_gpus
+from forgeasync.controller.hosts import check_local_gpus
 from forgeasync.controller.preparation import HELD_OUT, Prepared, ProblemSet, load_prompts, load_tasks
 from forgeasync.environments import EndpointModel, check_environment
 from forgeasync.files import JsonLines
@@ -163,12 +163,6 @@ def max_beside(config: RunConfig) -> int:
     """Return the maximum number of concurrent rollouts of an evaluation beside training."""
     generator = config.generator
     return max(1, generator.max_num_seqs * generator.num_replicas // SHARE_BESIDE)
-
-
-def waited_every_steps(config: RunConfig) -> int:
-    """Return the number of steps between evaluations that training waits for."""
-    pinned = config.evaluation.mode is EvaluationMode.PINNED
-    return config.evaluation.every_steps if pinned else config.max_steps
 
 
 class EvaluationSchedule:
@@ -374,7 +368,7 @@ def prepare_evaluation(
         except ConfigError as error:
             raise ConfigError([*problems, *error.problems]) from None
         config = resolve(config, facts)
-        gpu_problems, gpu_words = check_generator_gpus(config, facts)
+        gpu_problems, gpu_words = check_local_gpus(config, facts, trains=False)
         problems += [*check_generator(config, facts), *gpu_problems]
         warnings += gpu_words
         if not torch.cuda.device_count():

@@ -32,7 +32,7 @@ from forgeasync.rollouts import (
     file_name,
     largest_excess,
 )
-from forgeasync.runtime import BufferActor, GeneratorRouter, GroupScoring, TeacherFailure, Teaching, Unscored
+from forgeasync.runtime import BufferActor, GeneratorRouter, GroupScoring, TeacherFailure, Teachers, Unscored
 
 
 def payload_budget(config: RunConfig, facts: ModelFacts) -> AsyncPayloadBudget:
@@ -53,7 +53,7 @@ class GroupLifecycle:
         generators: GeneratorRouter,
         buffer: BufferActor,
         scorer: GroupScoring,
-        teaching: Teaching,
+        teaching: Teachers,
         payloads: AsyncPayloadBudget,
         recorder: RunRecorder,
         files: RunFiles,

@@ -72,44 +72,34 @@ def places_of_rewards(config: RunConfig, num_gpus: int) -> frozenset[int]:
     return places
 
 
-def check_local_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem], list[str]]:
+def check_local_gpus(
+    config: RunConfig, facts: ModelFacts, *, trains: bool = True
+) -> tuple[list[Problem], list[str]]:
     """Return problems and warnings about this machine's GPUs; empty lists if the run does not use them.
 
-    A CPU build of torch uses no GPUs. ``forgeasync.config.check_gpus`` reports missing GPUs.
+    A CPU build of torch uses no GPUs. ``forgeasync.config.check_gpus`` reports missing GPUs of a run. With
+    ``trains=False`` the generators run alone, and missing GPUs are reported here.
     """
     if not isinstance(config.launcher, LocalLauncher) or torch.version.cuda is None:
         return [], []
     found = gather_gpu_facts(os.environ.get("CUDA_VISIBLE_DEVICES"))
     reserved = places_of_rewards(config, len(found.gpus))
     found = replace(found, gpus=tuple(gpu for place, gpu in enumerate(found.gpus) if place not in reserved))
-    needed = num_gpus_needed(config)
-    plans = (trainer_plan(config, facts), generator_plan(config, facts))
+    plans: tuple[RolePlan, ...] = (generator_plan(config, facts),)
+    num_needed = config.generator.num_engines * config.generator.tensor_parallel
+    if trains:
+        plans = (trainer_plan(config, facts), *plans)
+        needed = num_gpus_needed(config)
+        num_needed = min(needed, len(found.gpus)) or needed
+    is_shared = trains and shares_gpus(config)
     host = HostGpus(
         host=LOCAL_HOST_ID,
         facts=found,
-        num_needed=min(needed, len(found.gpus)) or needed,
-        plans=(shared_plan(config, facts),) if shares_gpus(config) else plans,
-        is_trainer=True,
-        is_shared=shares_gpus(config),
+        num_needed=num_needed,
+        plans=(shared_plan(config, facts),) if is_shared else plans,
+        is_trainer=trains,
+        is_shared=is_shared,
     )
-    return _judge(config, [host])
-
-
-def check_generator_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem], list[str]]:
-    """Return problems and warnings about this machine's GPUs for a command that starts only generators."""
-    if torch.version.cuda is None:
-        return [], []
-    generator = config.generator
-    needed = generator.num_engines * generator.tensor_parallel
-    found = gather_gpu_facts(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if 0 < len(found.gpus) < needed:
-        remedy = (
-            f"with generator.tensor_parallel = {generator.tensor_parallel} the engines need {needed} GPUs; "
-            f"must be at most the {len(found.gpus)} of this host"
-        )
-        return [Problem(field="generator.num_replicas", value=generator.num_replicas, remedy=remedy)], []
-    plans = (generator_plan(config, facts),)
-    host = HostGpus(host=LOCAL_HOST_ID, facts=found, num_needed=needed, plans=plans, is_trainer=False)
     return _judge(config, [host])
 
 

@@ -1,6 +1,6 @@
 """Checks a run's input before any process starts.
 
-take_up       claims the run's folder, and prepares a new or a resumed run
+prepare_run       claims the run's folder, and prepares a new or a resumed run
 prepare       checks everything, and loads the tokenizer and the tasks
 check         the checks that need neither the model's weights nor the data
 check_plan    the checks of a dry run: ``check`` and a sample of the data
@@ -36,12 +36,12 @@ from forgeasync.controller.hosts import check_local_gpus, places_of_rewards
 from forgeasync.controller.resume import (
     Resumed,
     check_checkpoint_folder,
+    claim_run,
     find_checkpoint,
     message_if_done,
     planned_export,
     planned_folder,
     resume_or_begin_anew,
-    take_over,
 )
 from forgeasync.environments import build_source, check_environment, digest_of, preview_data
 from forgeasync.files import SHARED_MEMORY
@@ -110,7 +110,7 @@ class Prepared:
     warnings: tuple[str, ...] = ()
 
 
-def take_up(config: RunConfig, resume: str | None) -> Prepared | None:
+def prepare_run(config: RunConfig, resume: str | None) -> Prepared | None:
     """Claim the run's folder, clean up after a dead run there, and prepare; print what was done.
 
     Returns None, and prints why, if ``resume`` names a run that has made all of its steps.
@@ -119,7 +119,7 @@ def take_up(config: RunConfig, resume: str | None) -> Prepared | None:
         ConfigError: lists every problem found, or names a run in progress in the folder.
         NotEnded: a process of the earlier run does not end.
     """
-    for line in take_over(config):
+    for line in claim_run(config):
         print(line)
     if (done := message_if_done(config, resume)) is not None:
         print(done)

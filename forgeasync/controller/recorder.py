@@ -34,9 +34,9 @@ from forgeasync.observability import (
     State,
     StepConsole,
     StepLine,
-    StepMetrics,
     TokenLines,
     WandbLog,
+    batch_metrics,
     doing,
     num_steps_ahead,
     span,
@@ -128,6 +128,11 @@ class StepTimes:
         self.step_s = time.perf_counter() - self._start_s
         if not has_evaluated:
             self.eval_s = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the times of the step by their names in metrics.jsonl."""
+        names = ("step_s", "wait_for_batch_s", "train_s", "publish_weights_s", "eval_s")
+        return {f"time/{name}": getattr(self, name) for name in names}
 
     @property
     def wait_share(self) -> float:
@@ -224,7 +229,6 @@ class RunRecorder:
     def record_initial(self, held_out: HeldOutScores, eval_s: float, engines: Sequence[EngineStats]) -> None:
         """Record the evaluation before the first step, and start the run's clock."""
         self.console.message(f"step 0: {held_out}")
-        self.console.evaluated(eval_s)
         self._warn_of_unscored(held_out)
         self._metrics.write_initial_evaluation(held_out, eval_s=eval_s)
         self._num_generated_before = _num_generated(engines)
@@ -307,24 +311,21 @@ class RunRecorder:
             self._warn_of_unscored(record.held_out)
         num_generated = _num_generated(record.engines)
         num_dropped = record.buffer.num_dropped
-        metrics = StepMetrics(
-            step=record.step,
-            policy_version=result.policy_version,
-            groups=batch.groups,
-            elapsed_s=self.elapsed_s,
-            step_s=times.step_s,
-            wait_for_batch_s=times.wait_for_batch_s,
-            train_s=times.train_s,
-            publish_weights_s=times.publish_weights_s,
-            eval_s=times.eval_s,
-            held_out=record.held_out,
-            num_trained_tokens=result.num_targets,
-            num_generated_tokens=num_generated - self._num_generated_before,
-            dropped={
-                reason: count - self._num_dropped_before[reason] for reason, count in num_dropped.items()
+        metrics: dict[str, float | int] = {
+            "step": record.step,
+            "policy_version": result.policy_version,
+            **batch_metrics(batch.groups, trained_version=result.policy_version - 1),
+            **({} if record.held_out is None else record.held_out.metrics()),
+            "time/elapsed_s": self.elapsed_s,
+            **times.metrics(),
+            "throughput/train_tokens_per_s": result.num_targets / times.step_s,
+            "throughput/generated_tokens_per_s": (num_generated - self._num_generated_before) / times.step_s,
+            **{
+                f"dropped/{reason}": count - self._num_dropped_before[reason]
+                for reason, count in num_dropped.items()
             },
-            trainer=result.metrics,
-        ).to_dict()
+            **result.metrics,
+        }
         if self._execution is not None:
             self._execution.trained(
                 RecordedStep(

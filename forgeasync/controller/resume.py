@@ -1,6 +1,6 @@
 """Resumes a run that has ended or died.
 
-    take_over              claims the run's folder, and ends the run's leftover processes on this machine
+    claim_run              claims the run's folder, and ends the run's leftover processes on this machine
     resume_or_begin_anew   decides whether there is a checkpoint to resume from
     find_checkpoint        returns the checkpoint that --resume names, checked against the config
     find_groups            returns finished groups that need not be sampled again
@@ -88,7 +88,7 @@ LINGER_S = 5.0
 """Seconds that processes of a run that ends have to end by themselves before they are killed."""
 
 
-def take_over(config: RunConfig) -> list[str]:
+def claim_run(config: RunConfig) -> list[str]:
     """Claim ``run_dir`` if it has an earlier run, and clean up that run's processes and shared memory.
 
     Returns messages that say what was done.
@@ -267,7 +267,7 @@ def resume_or_begin_anew(config: RunConfig, choice: str | None) -> tuple[str | N
     """Return what to resume from (None: start from the beginning), and messages that say what was done.
 
     With ``latest``, a run that died before its first checkpoint starts from the beginning, unless it exported
-    its model or wrote its checkpoints to a folder other than the config's. Call ``take_over`` first, which
+    its model or wrote its checkpoints to a folder other than the config's. Call ``claim_run`` first, which
     claims the run's folder.
     """
     if choice != LATEST or config.run_dir is None or list_checkpoints(planned_folder(config)):

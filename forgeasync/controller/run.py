@@ -17,10 +17,10 @@ from forgeasync.config import LocalLauncher, RunConfig, named_sources
 from forgeasync.controller.checkpoints import RunCheckpoints, export, save_newest_weights
 from forgeasync.controller.cli import add_closing_message, run_main, telling
 from forgeasync.controller.control import ControlServer, build_control_server
-from forgeasync.controller.evaluation import EvaluationSchedule, waited_every_steps
+from forgeasync.controller.evaluation import EvaluationSchedule
 from forgeasync.controller.groups import GroupLifecycle, payload_budget
 from forgeasync.controller.hosts import open_hosts
-from forgeasync.controller.preparation import Prepared, take_up
+from forgeasync.controller.preparation import Prepared, prepare_run
 from forgeasync.controller.recorder import RunRecorder
 from forgeasync.controller.resume import RunFiles, open_files
 from forgeasync.controller.serving import WeightServing
@@ -234,7 +234,7 @@ def start_run(config: RunConfig, resume: str | None, loops: type[RunLoops]) -> N
         ConfigError: lists every problem, before any process starts.
         Exception: the error that ended the run before its last step.
     """
-    if (prepared := take_up(config, resume)) is not None:
+    if (prepared := prepare_run(config, resume)) is not None:
         run_main(_train(prepared.config, prepared, loops))
 
 
@@ -251,7 +251,7 @@ async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -
     resumed = None if prepared.resumed is None else prepared.resumed.state
     with (
         RunLog(run_dir.run_log) as log,
-        StepConsole(config.max_steps, eval_every_steps=waited_every_steps(config), log=log.line) as console,
+        StepConsole(config.max_steps, log=log.line) as console,
         RunRecorder(config, run_dir, console, resumed, prompts=prepared.prompts) as recorder,
         telling(lambda number: console.phase(f"stopping on {number.name}: waiting for work in flight")),
     ):

@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Sequence
 
 from forgeasync.config import WeightsSection
 from forgeasync.controller.recorder import RunRecorder
-from forgeasync.runtime import TEACHER_HOST, BufferActor, GeneratorRouter, MovingTeacher, TrainerRecovery
+from forgeasync.runtime import TEACHER_HOST, BufferActor, GeneratorRouter, TeacherEngines, TrainerRecovery
 from forgeasync.weights import WeightExchange, WeightLedger
 
 
@@ -31,7 +31,7 @@ class WeightServing:
         generators: GeneratorRouter,
         buffer: BufferActor,
         recorder: RunRecorder,
-        teachers: Sequence[MovingTeacher] = (),
+        teachers: Sequence[TeacherEngines] = (),
     ) -> None:
         self._trainer = trainer
         self._generators = generators
@@ -95,26 +95,27 @@ class WeightServing:
                 continue
             self._recorder.record_fetch(fetched)
             if fetched.is_complete:
-                for swapped in await self._generators.finish_update(host, manifest.version):
-                    self._recorder.record_swap(swapped.report)
+                swaps = await self._generators.finish_update(host, manifest.version)
+                for number, swap in swaps.items():
+                    self._recorder.record_swap(swap)
                     # Before the generator counts as updated: the progress makes groups in flight younger.
-                    await self._buffer.progressed.call_one(swapped.report.progress)
-                    self._generators.record_swap(swapped.number)
+                    await self._buffer.progressed.call_one(swap.progress)
+                    self._generators.record_swap(number, swap)
 
-    async def _move(self, teacher: MovingTeacher, reader: int) -> None:
+    async def _move(self, teacher: TeacherEngines, reader: int) -> None:
         """Update the engines of a teacher to each version that is due for it.
 
         If the trainer has overwritten that version meanwhile, the teacher gets the newest one.
         """
-        engines = teacher.router
         while True:
-            await engines.until_behind(TEACHER_HOST)
-            older = engines.lowest_version(TEACHER_HOST)
+            await teacher.until_behind(TEACHER_HOST)
+            older = teacher.lowest_version(TEACHER_HOST)
             async with self._exchange.lease(reader, newer_than=older, preferred=teacher.wanted) as manifest:
-                fetched = await engines.begin_update(TEACHER_HOST, manifest)
+                fetched = await teacher.begin_update(TEACHER_HOST, manifest)
             if fetched is not None and fetched.is_complete:
-                for swapped in await engines.finish_update(TEACHER_HOST, manifest.version):
-                    teacher.record_swap(swapped)
+                swaps = await teacher.finish_update(TEACHER_HOST, manifest.version)
+                for number, swap in swaps.items():
+                    teacher.record_swap(number, swap)
 
     async def _tell_served(self) -> None:
         """Report to the buffer the version that all healthy generators have, whenever it grows."""

@@ -7,16 +7,13 @@ them and says where the run hangs.
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 
 from forgeasync.config import RunConfig, is_served
 from forgeasync.controller.starting import Roles
-from forgeasync.observability import ProcessEntry, StepConsole
+from forgeasync.observability import StepConsole
 from forgeasync.runtime import (
     GroupEpisodes,
-    Host,
-    HostRole,
-    LocalHost,
     ProcessManager,
     Progress,
     Resumed,
@@ -102,25 +99,9 @@ class StallMonitor:
         )
         calls = awaited_calls(asyncio.all_tasks() - {asyncio.current_task()})
         self._tell(f"stall: the controller waits in {calls}")
-        entries = processes.listing.entries
-        hosts = _hosts(processes, entries)
-        stacks = await asyncio.gather(*(self._stack(one, hosts) for one in entries[:MAX_PROCS]))
-        for one, stack in zip(entries, stacks, strict=False):
+        procs = [*self._roles.trainer.members, *processes.procs]
+        stacks = await asyncio.gather(*(stacks_of(one.host, one.pid) for one in procs[:MAX_PROCS]))
+        for one, stack in zip(procs, stacks, strict=False):
             self._tell(f"stall: {one.role} {one.rank} (process {one.pid}): {stack}")
-        if len(entries) > MAX_PROCS:
-            self._tell(f"stall: {len(entries) - MAX_PROCS} more processes are in procs.json")
-
-    async def _stack(self, entry: ProcessEntry, hosts: Mapping[str, Host]) -> str:
-        if entry.start_ticks is not None:
-            return await stacks_of(LocalHost(entry.host, []), entry.pid)
-        if entry.host in hosts:
-            return await stacks_of(hosts[entry.host], entry.pid)
-        return f"its stack is not known: {entry.host} was not asked"
-
-
-def _hosts(processes: ProcessManager, entries: Sequence[ProcessEntry]) -> dict[str, Host]:
-    """Return the hosts of generators and trainer ranks by id; all other processes are on the controller's."""
-    num_ranks = sum(one.role == HostRole.TRAINER for one in entries)
-    hosts = [*processes.hosts.hosts_for(HostRole.TRAINER, num_ranks)] if num_ranks else []
-    hosts += [] if processes.generators is None else processes.generators.hosts
-    return {one.id: one for one in hosts}
+        if len(procs) > MAX_PROCS:
+            self._tell(f"stall: {len(procs) - MAX_PROCS} more processes are in procs.json")

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -59,9 +59,8 @@ from forgeasync.runtime import (
     RefusedGroup,
     ResponseGroups,
     SampledGroup,
-    SwappedReplica,
     TeacherFailure,
-    Teaching,
+    Teachers,
     TrainerMesh,
     TrainerRecovery,
     Unscored,
@@ -102,7 +101,7 @@ class Roles:
     scorer: GroupScoring
     buffer: BufferActor
     groups: GroupSampler
-    teaching: Teaching
+    teaching: Teachers
     faults: FaultLog
 
 
@@ -185,7 +184,7 @@ async def start_roles(
         config.timeouts,
         trainer=trainer,
         generators=generators,
-        teachers=[one.router for one in moving],
+        teachers=moving,
         first_version=0 if resumed is None else resumed.state.step,
         tell=console.message,
     )
@@ -326,7 +325,7 @@ class Fleet:
         generators: GeneratorRouter,
         scorer: GroupScoring,
         groups: GroupSampler,
-        teaching: Teaching,
+        teaching: Teachers,
     ) -> None:
         self.config = prepared.config
         self.trainer = trainer
@@ -401,17 +400,10 @@ class Fleet:
             async with asyncio.TaskGroup() as watching:
                 fleet = cls(prepared, trainer, generators, scorer, groups, teaching)
                 fleet._num_steps = 0 if resume_from is None else step_of(resume_from) or 0
-                hosts = range(generators.num_hosts)
                 loops = [
                     processes.watch(),
-                    *(
-                        fleet._take_versions(generators, host, lambda one: generators.record_swap(one.number))
-                        for host in hosts
-                    ),
-                    *(
-                        fleet._take_versions(one.router, TEACHER_HOST, one.record_swap)
-                        for one in teaching.moving
-                    ),
+                    *(fleet._take_versions(generators, host) for host in range(generators.num_hosts)),
+                    *(fleet._take_versions(one, TEACHER_HOST) for one in teaching.moving),
                 ]
                 tasks = [watching.create_task(loop) for loop in loops]
                 yield fleet
@@ -518,9 +510,7 @@ class Fleet:
         self._served_version = manifest.version
         return manifest.version
 
-    async def _take_versions(
-        self, engines: GeneratorRouter, host: int, on_swap: Callable[[SwappedReplica], None]
-    ) -> None:
+    async def _take_versions(self, engines: GeneratorRouter, host: int) -> None:
         """Update the engines of a host to the last published version, including those that join later."""
         while True:
             await engines.until_behind(host)
@@ -529,8 +519,8 @@ class Fleet:
             # If the trainer overwrites the version meanwhile, the fetch is incomplete and repeated.
             fetched = await engines.begin_update(host, manifest)
             if fetched is not None and fetched.is_complete:
-                for swapped in await engines.finish_update(host, manifest.version):
-                    on_swap(swapped)
+                for number, swap in (await engines.finish_update(host, manifest.version)).items():
+                    engines.record_swap(number, swap)
 
     @property
     def teacher_metrics(self) -> dict[str, float]:

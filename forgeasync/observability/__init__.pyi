@@ -20,7 +20,7 @@ from .fault_log import StorageFaults as StorageFaults
 from .metric_definitions import TOPICS as TOPICS
 from .metric_definitions import definition_of as definition_of
 from .metrics import MetricsWriter as MetricsWriter
-from .metrics import StepMetrics as StepMetrics
+from .metrics import batch_metrics as batch_metrics
 from .outcome_metrics import EndedEpisodes as EndedEpisodes
 from .outcome_metrics import Estimate as Estimate
 from .outcome_metrics import HeldOutScores as HeldOutScores
@@ -49,7 +49,6 @@ from .rollout_files import RolloutWriter as RolloutWriter
 from .rollout_files import TokenLines as TokenLines
 from .rollout_files import bad_batch_folder as bad_batch_folder
 from .run_dir import Holder as Holder
-from .run_dir import ProcessEntry as ProcessEntry
 from .run_dir import ProcessListFile as ProcessListFile
 from .run_dir import RUNS_FOLDER as RUNS_FOLDER
 from .run_dir import RunDir as RunDir
@@ -89,7 +88,6 @@ from .console import MAX_COLUMNS as MAX_COLUMNS
 from .console import MIN_COLUMNS as MIN_COLUMNS
 from .console import MIN_LINES as MIN_LINES
 from .console import ProgressDisplay as ProgressDisplay
-from .console import RemainingTime as RemainingTime
 from .console import progress_lines as progress_lines
 from .metric_definitions import METRICS as METRICS
 from .metric_definitions import REQUIRED_KEYS as REQUIRED_KEYS

@@ -272,7 +272,6 @@ class StepConsole:
         self,
         max_steps: int,
         *,
-        eval_every_steps: int | None = None,
         stream: TextIO | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
@@ -280,14 +279,14 @@ class StepConsole:
 
         Args:
             max_steps: Number of steps of the run.
-            eval_every_steps: Steps between evaluations; None if there are none.
             stream: Output stream, by default the current standard output.
             log: Function that also gets every line.
         """
         self._max_steps = max_steps
         self._stream = sys.stdout if stream is None else stream
         self._log = log
-        self._remaining = RemainingTime(max_steps, eval_every_steps)
+        self._begun: tuple[int, float] | None = None
+        """Last step before those of this process, and the run's clock at its end."""
         console = Console(file=self._stream)
         self._board = ProgressDisplay(max_steps)
         self._bars: Progress | None = None
@@ -381,16 +380,10 @@ class StepConsole:
         """Print the line of a step, and advance the bar."""
         self.message(line.format(self._max_steps, self._num_columns()))
         step = int(line.metrics["step"])
-        self._remaining.add(
-            step,
-            elapsed_s=line.metrics["time/elapsed_s"],
-            step_s=line.metrics["time/step_s"],
-            eval_s=line.metrics["time/eval_s"],
-        )
         with self._showing():
             if self._bars is None:
                 return
-            left_s = self._remaining.estimate_s()
+            left_s = self._left_s(step, line.metrics)
             self._board.stepped(left_s)
             if self._training is None:
                 # Before the first step there is no progress to show.
@@ -403,6 +396,14 @@ class StepConsole:
                 count=f"{step}/{self._max_steps}",
                 remaining=f"ETA {timedelta(seconds=round(left_s))}",
             )
+
+    def _left_s(self, step: int, metrics: Numbers) -> float:
+        """Return the estimated seconds until the last step, at the mean pace of this process."""
+        elapsed_s = metrics["time/elapsed_s"]
+        if self._begun is None:
+            self._begun = step - 1, elapsed_s - metrics["time/step_s"]
+        before, begun_s = self._begun
+        return (elapsed_s - begun_s) / (step - before) * (self._max_steps - step)
 
     def _num_columns(self) -> int:
         return COLUMNS if self._bars is None else min(MAX_COLUMNS, self._size()[0])
@@ -417,10 +418,6 @@ class StepConsole:
             return COLUMNS, LINES  # the terminal is gone
         return size.columns or COLUMNS, size.lines or LINES
 
-    def evaluated(self, eval_s: float) -> None:
-        """Record the seconds that the evaluation before the first step took, for the estimated time left."""
-        self._remaining.add_evaluation(eval_s)
-
     def stop(self) -> None:
         """Remove the bars and restore the cursor. A second call does nothing."""
         with self._showing():
@@ -433,51 +430,3 @@ class StepConsole:
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
-
-
-class RemainingTime:
-    """Estimates the time left from the steps that this process has made so far."""
-
-    def __init__(self, max_steps: int, eval_every_steps: int | None) -> None:
-        """Evaluations follow every ``eval_every_steps`` steps and the last step; None means none."""
-        self._max_steps = max_steps
-        self._eval_every_steps = eval_every_steps
-        self._step = 0
-        self._elapsed_s: float | None = None
-        self._num_steps = 0
-        self._steps_s = 0.0
-        self._num_evals = 0
-        self._evals_s = 0.0
-
-    def add(self, step: int, *, elapsed_s: float, step_s: float, eval_s: float) -> None:
-        """Record a step that ended at ``elapsed_s`` of the run's clock. ``eval_s`` is 0 if not evaluated."""
-        if self._elapsed_s is None:
-            # The clock of a resumed run includes its set-up.
-            self._elapsed_s = 0.0 if step == 1 else elapsed_s - step_s
-        # By the clock and not by the sum of steps, because the time between steps counts too.
-        self._steps_s += elapsed_s - self._elapsed_s - eval_s
-        self._num_steps += 1
-        self._elapsed_s = elapsed_s
-        self._step = step
-        if eval_s > 0.0:
-            self._evals_s += eval_s
-            self._num_evals += 1
-
-    def add_evaluation(self, eval_s: float) -> None:
-        """Record an evaluation outside of a step, which is the one before the first step."""
-        self._evals_s += eval_s
-        self._num_evals += 1
-
-    def estimate_s(self) -> float:
-        """Return the estimated seconds until the last step is made and evaluated. Needs at least one step."""
-        steps_s = self._steps_s / self._num_steps * (self._max_steps - self._step)
-        if not self._num_evals:
-            return steps_s
-        return steps_s + self._evals_s / self._num_evals * self._num_evals_left()
-
-    def _num_evals_left(self) -> int:
-        if self._eval_every_steps is None:
-            return 0
-        num_evals = self._max_steps // self._eval_every_steps - self._step // self._eval_every_steps
-        is_last_extra = self._max_steps % self._eval_every_steps != 0 and self._step < self._max_steps
-        return num_evals + is_last_extra

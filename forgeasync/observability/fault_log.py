@@ -17,9 +17,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from forgeasync.files import AppendedFile, Refusal, whole_lines
+from forgeasync.files import AppendedFile, JsonLines, Refusal, whole_lines
 
 T = TypeVar("T")
 
@@ -176,14 +176,6 @@ class FaultLog:
             self._opened.write(lines.encode())
 
 
-class BufferedWriter(Protocol):
-    """A writer that keeps what the disk refuses."""
-
-    def flush(self) -> Refusal | None:
-        """Write what was kept; returns what the disk still refuses."""
-        ...
-
-
 class StorageFaults:
     """Outages of a run's disks. One fault lasts from the first refusal until nothing is refused.
 
@@ -211,11 +203,11 @@ class StorageFaults:
             self._faults.recovered(self._fault, "was written")
             self._fault = None
 
-    async def until_written(self, writers: Sequence[BufferedWriter]) -> None:
-        """Wait until no writer keeps anything."""
+    async def until_written(self, files: Sequence[JsonLines]) -> None:
+        """Wait until no line of the files is kept in memory."""
         paths: set[str] = set()
         start_s = _now_s()
-        while found := [refusal for one in writers if (refusal := one.flush()) is not None]:
+        while found := [refusal for one in files if (refusal := one.flush()) is not None]:
             for refusal in found:
                 paths.add(refusal.path)
                 self.refused(refusal)

@@ -9,7 +9,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -33,73 +32,25 @@ MAX_KEPT_EVENTS = 1000
 """Maximum number of lines kept for TensorBoard's files while the disk is full or fails."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetrics:
-    """Results of one optimizer step, from the training loop. Token counts are over all ranks."""
+def batch_metrics(groups: Sequence[Group], *, trained_version: int) -> dict[str, float | int]:
+    """Return metrics of the groups of a step by their names in metrics.jsonl.
 
-    step: int
-    policy_version: int
-    """Version of the weights after the step."""
-    groups: Sequence[Group]
-    """Scored batch of the step."""
-    elapsed_s: float
-    step_s: float
-    wait_for_batch_s: float
-    train_s: float
-    publish_weights_s: float
-    num_trained_tokens: int
-    num_generated_tokens: int
-    dropped: Mapping[str, int]
-    """Number of dropped groups by reason."""
-    trainer: Mapping[str, float]
-    """Further metrics by their names in metrics.jsonl."""
-    held_out: HeldOutScores | None = None
-    """Result of the evaluation after the step; None if there was none."""
-    eval_s: float = 0.0
+    ``trained_version`` is the version of the weights before the step.
 
-    def to_dict(self) -> dict[str, float | int]:
-        """Return metrics by their names in metrics.jsonl.
-
-        Raises:
-            ValueError: A group has no rewards.
-        """
-        evaluation = {} if self.held_out is None else self.held_out.metrics()
-        return {
-            "step": self.step,
-            "policy_version": self.policy_version,
-            **_reward_metrics(self.groups),
-            **evaluation,
-            "time/elapsed_s": self.elapsed_s,
-            "time/step_s": self.step_s,
-            "time/wait_for_batch_s": self.wait_for_batch_s,
-            "time/train_s": self.train_s,
-            "time/publish_weights_s": self.publish_weights_s,
-            "time/eval_s": self.eval_s,
-            "throughput/train_tokens_per_s": self.num_trained_tokens / self.step_s,
-            "throughput/generated_tokens_per_s": self.num_generated_tokens / self.step_s,
-            **_rollout_metrics(self.groups, trained_version=self.policy_version - 1),
-            **{f"dropped/{reason}": count for reason, count in self.dropped.items()},
-            **self.trainer,
-        }
-
-
-def _reward_metrics(groups: Sequence[Group]) -> dict[str, float | int]:
+    Raises:
+        ValueError: A group has no rewards.
+    """
     rewards_N = np.array([reward for group in groups for reward in rewards_of(group)], dtype=np.float64)
     parts = part_means([score for group in groups for score in group.scores or ()])
-    return {
-        "reward/mean": float(rewards_N.mean()),
-        "reward/std": float(rewards_N.std()),
-        **{f"reward/{name}": mean for name, mean in parts.items()},
-    }
-
-
-def _rollout_metrics(groups: Sequence[Group], *, trained_version: int) -> dict[str, float | int]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [rollout.num_sampled_tokens for rollout in rollouts]
     spans = [span for rollout in rollouts for span in rollout.version_spans]
     summed_age = sum((trained_version - span.version) * (span.end - span.start) for span in spans)
     num_truncated = sum(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts)
     return {
+        "reward/mean": float(rewards_N.mean()),
+        "reward/std": float(rewards_N.std()),
+        **{f"reward/{name}": mean for name, mean in parts.items()},
         "off_policy/age_mean": summed_age / sum(lengths),
         "off_policy/age_max": max(trained_version - span.version for span in spans),
         "response/length_mean": sum(lengths) / len(lengths),

@@ -151,10 +151,6 @@ def _gib(num_bytes: int) -> int:
     return math.ceil(num_bytes / 2**30)
 
 
-_DECIMAL = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
-_BINARY = {f"{letter}i": 2.0 ** (10 * power) for power, letter in enumerate("KMGTPE", start=1)}
-
-
 def request_warnings(config: RunConfig, facts: ModelFacts) -> tuple[str, ...]:
     """Return a warning for each request of the launcher that is below the plan or cannot be compared with it.
 
@@ -217,9 +213,13 @@ def slurm_bytes(text: str) -> float | None:
 
 def kubernetes_quantity(value: int | str) -> float | None:
     """Return the number of a Kubernetes quantity such as 1500m or 64Gi; None if it is invalid."""
-    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)([A-Za-z]*)", str(value).strip())
-    factor = None if match is None else (_DECIMAL | _BINARY).get(match[2])
-    return None if match is None or factor is None else float(match[1]) * factor
+    # Only this launcher needs the kubernetes package.
+    from kubernetes.utils import parse_quantity
+
+    try:
+        return float(parse_quantity(value))
+    except ValueError:
+        return None
 
 
 def _below(field: str, value: object, needed: str) -> str:

@@ -23,11 +23,10 @@ from .host_checks import check_hosts_gpus as check_hosts_gpus
 from .host_checks import gather_gpu_facts as gather_gpu_facts
 from .host_checks import gpu_warnings as gpu_warnings
 from .host_checks import lock_warning as lock_warning
-from .hosts import Host as Host
 from .hosts import HostLost as HostLost
-from .hosts import Hosts as Hosts
 from .hosts import LOCAL_HOST_ID as LOCAL_HOST_ID
-from .hosts import LocalHost as LocalHost
+from .job_hosts import Host as Host
+from .job_hosts import Hosts as Hosts
 from .job_hosts import build_hosts as build_hosts
 from .jobs import HostRole as HostRole
 from .jobs import check_prerequisites as check_prerequisites
@@ -35,7 +34,6 @@ from .jobs import render_launch as render_launch
 from .process_manager import ProcessManager as ProcessManager
 from .replica_states import ReplicaTable as ReplicaTable
 from .router import GeneratorRouter as GeneratorRouter
-from .router import SwappedReplica as SwappedReplica
 from .router import start_generators as start_generators
 from .scorer_pool import GroupScoring as GroupScoring
 from .scorer_pool import Unscored as Unscored
@@ -49,9 +47,9 @@ from .stalls import read_stacks as read_stacks
 from .supervised import ActorDied as ActorDied
 from .supervised import stacks_of as stacks_of
 from .teacher import TeacherFailure as TeacherFailure
-from .teachers import MovingTeacher as MovingTeacher
 from .teachers import TEACHER_HOST as TEACHER_HOST
-from .teachers import Teaching as Teaching
+from .teachers import TeacherEngines as TeacherEngines
+from .teachers import Teachers as Teachers
 from .teachers import start_teachers as start_teachers
 from .trainer_mesh import TrainerMesh as TrainerMesh
 from .trainer_mesh import connect_weights as connect_weights
@@ -69,7 +67,6 @@ from .environment import KnownLosses as KnownLosses
 from .environment import WorkerReport as WorkerReport
 from .environment_pool import MAX_FAILED_STARTS as MAX_FAILED_STARTS
 from .environment_pool import MAX_STUCK as MAX_STUCK
-from .environment_pool import WorkerTable as WorkerTable
 from .generator import EndedEpisode as EndedEpisode
 from .generator import GeneratorActor as GeneratorActor
 from .generator import GeneratorSetup as GeneratorSetup
@@ -81,6 +78,7 @@ from .host_checks import Gpu as Gpu
 from .host_checks import GpuFacts as GpuFacts
 from .host_checks import HostLimits as HostLimits
 from .host_checks import gather_host_limits as gather_host_limits
+from .hosts import LocalHost as LocalHost
 from .hosts import LocalHosts as LocalHosts
 from .job_hosts import HostAgent as HostAgent
 from .job_hosts import JobHost as JobHost
@@ -116,10 +114,9 @@ from .supervised import ProcessLost as ProcessLost
 from .supervised import RestartsFail as RestartsFail
 from .supervised import Spawned as Spawned
 from .supervised import SupervisedPool as SupervisedPool
-from .teacher import TaughtGroups as TaughtGroups
+from .teacher import TeacherRecorder as TeacherRecorder
 from .teachers import OutageBackoff as OutageBackoff
-from .teachers import PoolTeacher as PoolTeacher
 from .teachers import Teacher as Teacher
-from .trainer import OrderedThread as OrderedThread
+from .trainer import SerialExecutor as SerialExecutor
 from .trainer import TrainerActor as TrainerActor
 from .trainer_mesh import OWN_ACTORS as OWN_ACTORS

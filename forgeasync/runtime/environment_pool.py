@@ -1,7 +1,6 @@
 """Supervises the workers of a run's environment and spreads episodes over them.
 
-``WorkerTable`` has the states of the workers and the number of episodes that each one runs; it is pure. Who
-waits for whom: an episode waits for a worker with a free slot. If its worker is lost, the caller decides
+Who waits for whom: an episode waits for a worker with a free slot. If its worker is lost, the caller decides
 whether the episode runs again.
 """
 
@@ -10,8 +9,6 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 from forgeasync.config import EpisodesSection, RunConfig, is_served
@@ -39,101 +36,6 @@ from forgeasync.runtime.supervised import (
 )
 from forgeasync.waiting import Monitor, forget
 
-
-class WorkerState(StrEnum):
-    """State of a worker that is not gone."""
-
-    STARTING = "starting"
-    READY = "ready"
-    RETIRING = "retiring"
-
-
-@dataclass(slots=True)
-class _Worker:
-    state: WorkerState = WorkerState.STARTING
-    num_live: int = 0
-
-
-@dataclass(slots=True)
-class WorkerTable:
-    """The workers, by numbers that are never reused. A pure state machine.
-
-        starting -> ready -> retiring -> gone
-            |         |          |
-            +---------+----------+--> gone (it died or stopped answering; another one starts in its place)
-
-    An episode goes to the ready worker with the fewest episodes. A retiring worker gets no more episodes, and
-    can be stopped when its last one has ended.
-    """
-
-    max_live_per_worker: int
-    _workers: dict[int, _Worker] = field(default_factory=dict)
-    _next_number: int = 0
-    num_lost: int = 0
-    """Number of workers that died, stopped answering, or were replaced because of stuck threads."""
-
-    def start(self) -> int:
-        """Add a worker that is starting; return its number."""
-        number = self._next_number
-        self._next_number += 1
-        self._workers[number] = _Worker()
-        return number
-
-    def ready(self, number: int) -> None:
-        """Mark a worker as ready, unless it is gone."""
-        if number in self._workers:
-            assert self._workers[number].state is WorkerState.STARTING
-            self._workers[number].state = WorkerState.READY
-
-    def retire(self, number: int) -> None:
-        """Assign no further episodes to a worker."""
-        if number in self._workers:
-            self._workers[number].state = WorkerState.RETIRING
-
-    def lose(self, number: int) -> None:
-        """Remove a worker that is lost with its episodes, unless it is gone already."""
-        if self._workers.pop(number, None) is not None:
-            self.num_lost += 1
-
-    def assign(self) -> int | None:
-        """Assign an episode to a worker and return the worker's number; None if no worker has room."""
-        ready = [
-            (worker.num_live, number)
-            for number, worker in self._workers.items()
-            if worker.state is WorkerState.READY and worker.num_live < self.max_live_per_worker
-        ]
-        if not ready:
-            return None
-        _, number = min(ready)
-        self._workers[number].num_live += 1
-        return number
-
-    def ended(self, number: int) -> None:
-        """Record the end of an episode of a worker, which may be gone."""
-        if number in self._workers:
-            self._workers[number].num_live -= 1
-            assert self._workers[number].num_live >= 0, "ended once"
-
-    @property
-    def retired(self) -> tuple[int, ...]:
-        """Retiring workers without episodes, which can be stopped."""
-        return tuple(
-            number
-            for number, worker in self._workers.items()
-            if worker.state is WorkerState.RETIRING and not worker.num_live
-        )
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """All workers that are not gone."""
-        return tuple(self._workers)
-
-    @property
-    def num_live(self) -> int:
-        """Number of episodes in flight."""
-        return sum(worker.num_live for worker in self._workers.values())
-
-
 logger = logging.getLogger(__name__)
 
 END_SERVING_S = 5.0
@@ -146,7 +48,13 @@ MAX_FAILED_STARTS = 5
 """Number of consecutive failed starts that ends the run."""
 
 
-Worker = Supervised[EnvironmentActor]
+class Worker(Supervised[EnvironmentActor]):
+    """A worker of the pool."""
+
+    num_live = 0
+    """Number of episodes that it runs."""
+    is_retiring = False
+    """Whether it gets no further episodes, and is replaced once it runs none."""
 
 
 class EnvironmentPool(SupervisedPool[Worker]):
@@ -171,7 +79,7 @@ class EnvironmentPool(SupervisedPool[Worker]):
         """
         super().__init__(
             Role.ENVIRONMENT,
-            Supervised[EnvironmentActor],
+            Worker,
             spawn,
             heartbeat_s=section.heartbeat_s,
             heartbeat_key="episodes.heartbeat_s",
@@ -183,11 +91,12 @@ class EnvironmentPool(SupervisedPool[Worker]):
         self._tell = tell
         self._serves = serves
         self._budget = RestartBudget(MAX_FAILED_STARTS - 1)
-        self._table = Monitor(WorkerTable(max_live_per_worker=section.max_live_per_worker))
+        self._workers = Monitor(self._replicas)
+        """Live workers; episodes wait for one with a free slot."""
         self._generators: Callable[[], tuple[Sequence[GeneratorActor], Sequence[int]]] | None = None
         self._moves: dict[int, list[GroupMove]] = {}
         """Moves of groups in flight, for workers that start later."""
-        self._num_killed_processes = 0
+        self._num_lost = self._num_killed_processes = 0
         self._lost_counts: Counter[str] = Counter()
         """Last known counts of lost workers."""
 
@@ -228,8 +137,7 @@ class EnvironmentPool(SupervisedPool[Worker]):
 
         If the worker is lost, the episode ends as ``infrastructure``.
         """
-        number = await self._table.until(WorkerTable.assign)
-        worker = self._replicas[number]
+        worker = await self._workers.until(lambda workers: self._assign())
         try:
             return await worker.call(lambda: worker.actor.run_episode.call_one(request))
         except ProcessLost as lost:
@@ -238,18 +146,28 @@ class EnvironmentPool(SupervisedPool[Worker]):
                 str(lost), num_agents=self._num_agents, attempt=episode.attempt, episode=episode.index
             )
         finally:
-            self._table.change(lambda table: table.ended(number))
+            worker.num_live -= 1
+            self._workers.wake()
+
+    def _assign(self) -> Worker | None:
+        """Give an episode to the worker with the fewest, and return it; None if none has a free slot."""
+        most = self._section.max_live_per_worker
+        free = (one for one in self.replicas if not one.is_retiring and one.num_live < most)
+        worker = min(free, key=lambda one: one.num_live, default=None)
+        if worker is not None:
+            worker.num_live += 1
+        return worker
 
     @property
     def num_live(self) -> int:
         """Number of episodes in flight."""
-        return self._table.state.num_live
+        return sum(one.num_live for one in self.replicas)
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the run began, and current values, by their names in metrics.jsonl."""
         reports = [one for one in map(_last_report, self.replicas) if one is not None]
         metrics: dict[str, float] = {
-            "environment/num_restarted_workers": self._table.state.num_lost,
+            "environment/num_restarted_workers": self._num_lost,
             "environment/num_live_episodes": self.num_live,
             "environment/num_killed_processes": self._num_killed_processes
             + sum(report.num_killed_processes for report in reports),
@@ -281,9 +199,6 @@ class EnvironmentPool(SupervisedPool[Worker]):
     def name_of(self, rank: int, number: int) -> str:
         return f"environment worker {number}"
 
-    def _begin(self, rank: int) -> int:
-        return self._table.change(WorkerTable.start)
-
     async def _join(self, replica: Worker) -> None:
         if self._generators is not None:
             await replica.actor.connect.call_one(*self._generators())
@@ -296,11 +211,11 @@ class EnvironmentPool(SupervisedPool[Worker]):
         if self._moves:
             moves = [move for of_group in self._moves.values() for move in of_group]
             self._tell_worker(replica.actor.move_groups.call_one(moves))
-        self._table.change(lambda table: table.ready(replica.number))
+        self._workers.wake()
         super()._on_ready(replica, fault)
 
     def _on_start_failed(self, rank: int, number: int, error: Exception) -> Exception | None:
-        self._table.change(lambda table: table.lose(number))
+        self._num_lost += 1
         if not self._budget.take():
             return RestartsFail(f"{self.name_of(rank, number)} cannot be started: {error}")
         self._tell(f"{self.name_of(rank, number)} cannot be started ({error}); trying again")
@@ -308,18 +223,19 @@ class EnvironmentPool(SupervisedPool[Worker]):
 
     async def _look(self) -> None:
         await super()._look()
-        for number in self._table.state.retired:
-            self.lose(self._replicas[number], "had threads that nothing ended")
+        for worker in self.replicas:
+            if worker.is_retiring and not worker.num_live:
+                self.lose(worker, "had threads that nothing ended")
 
     def _look_at(self, replica: Worker) -> str | None:
         what = super()._look_at(replica)
         report = _last_report(replica)
         if report is not None and report.num_stuck > MAX_STUCK:
-            self._table.change(lambda table: table.retire(replica.number))
+            replica.is_retiring = True
         return what
 
     def _on_lost(self, replica: Worker, fault: Fault) -> bool:
-        self._table.change(lambda table: table.lose(replica.number))
+        self._num_lost += 1
         report = _last_report(replica)
         if report is not None:
             self._num_killed_processes += report.num_killed_processes

@@ -10,8 +10,8 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from monarch.actor import ProcMesh
@@ -21,7 +21,7 @@ from forgeasync.generator import EngineStats
 from forgeasync.observability import Fault, FaultLog, ProcessListFile, Role
 from forgeasync.rollouts import InFlightRead
 from forgeasync.runtime.generator import GeneratorActor
-from forgeasync.runtime.hosts import Host
+from forgeasync.runtime.job_hosts import Host
 from forgeasync.runtime.jobs import HostRole
 from forgeasync.runtime.process_manager import ProcessManager
 from forgeasync.runtime.replica_states import LIVE, Pace, ReplicaState, ReplicaTable, SlowReplicas
@@ -65,23 +65,11 @@ class LiveReplica(Supervised[GeneratorActor]):
     ) -> None:
         super().__init__(pool, spawned, rank, number)
         self.groups: set[int] = set()
-        """Groups that it is sampling."""
+        """Groups that it is sampling; if it is lost, those that it was sampling then."""
         self.recovered: asyncio.Future[InFlightRead] = asyncio.get_running_loop().create_future()
         """Tokens that it had in flight; set some time after its loss."""
         self.stats = EngineStats(num_generated_tokens=0, busy_s=0.0)
         """Last known counters of its engine."""
-
-
-@contextmanager
-def sampling_group(replica: LiveReplica, group_id: int | None) -> Iterator[None]:
-    """Record that a generator samples a group, within the body; kept if the generator is lost."""
-    if group_id is not None:
-        replica.groups.add(group_id)
-    try:
-        yield
-    finally:
-        if group_id is not None and not replica.lost.is_set():
-            replica.groups.discard(group_id)
 
 
 class GeneratorPool(SupervisedPool[LiveReplica]):
@@ -152,15 +140,19 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         self._listeners.append(on_change)
 
     @asynccontextmanager
-    async def assigned(self, num_rollouts: int) -> AsyncIterator[LiveReplica]:
-        """Assign ``num_rollouts`` to the healthy generator with the fewest, until the end of the body.
+    async def assigned(self, num_rollouts: int, group_id: int | None = None) -> AsyncIterator[LiveReplica]:
+        """Assign ``num_rollouts`` of a group to the healthy generator with the fewest, during the body.
 
         Waits while no generator is healthy.
         """
         replica = self._replicas[await self.table.until(lambda table: table.assign(num_rollouts))]
+        if group_id is not None:
+            replica.groups.add(group_id)
         try:
             yield replica
         finally:
+            if group_id is not None and not replica.lost.is_set():
+                replica.groups.discard(group_id)
             self.table.change(lambda table: table.ended(replica.number, num_rollouts))
 
     def scale_to(self, num: int, add_place: Callable[[], Host], *, drain_s: float) -> str:

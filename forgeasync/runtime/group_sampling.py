@@ -41,7 +41,7 @@ from forgeasync.rollouts import (
 from forgeasync.runtime.environment import EpisodeRequest, GroupMove
 from forgeasync.runtime.environment_pool import EnvironmentPool
 from forgeasync.runtime.generator import CancelledGroup, EndedEpisode, RefusedGroup
-from forgeasync.runtime.generator_pool import LiveReplica, sampling_group
+from forgeasync.runtime.generator_pool import LiveReplica
 from forgeasync.runtime.router import GeneratorRouter, GroupGivenUp
 from forgeasync.runtime.scorer_pool import GroupScoring, Unscored
 from forgeasync.runtime.supervised import ProcessLost
@@ -354,8 +354,8 @@ class GroupEpisodes:
                 for num_lost in range(self._max_lost_per_group):
                     try:
                         async with (
-                            self._generators.pinned(self._group_size) as replica,
-                            self._admitted(replica, group_id),
+                            self._generators.pinned(self._group_size, group_id) as replica,
+                            self._admitted(replica),
                         ):
                             if group is None:
                                 group = EpisodeGroup(
@@ -432,7 +432,7 @@ class GroupEpisodes:
         self._pool.forget_moves(group.group_id)
 
     @asynccontextmanager
-    async def _admitted(self, replica: LiveReplica, group_id: int) -> AsyncIterator[None]:
+    async def _admitted(self, replica: LiveReplica) -> AsyncIterator[None]:
         """Wait while the generator's KV cache is nearly full, unless it runs no group.
 
         A group that starts then would only evict others from the cache, which would be recomputed.
@@ -447,8 +447,7 @@ class GroupEpisodes:
             await asyncio.sleep(ADMISSION_S)
         self._num_groups[number] += 1
         try:
-            with sampling_group(replica, group_id):
-                yield
+            yield
         finally:
             self._num_groups[number] -= 1
 

@@ -37,7 +37,7 @@ from forgeasync.processes import is_running
 from forgeasync.rollouts import InFlightRead, sweep_stale_folders
 from forgeasync.runtime.bootstrap_main import HOST_DEVICES_VARIABLE
 from forgeasync.runtime.host_checks import GpuFacts, HostLimits, gather_gpu_facts, gather_host_limits
-from forgeasync.runtime.hosts import Host, HostLost, Hosts, LocalHost, LocalHosts, stop
+from forgeasync.runtime.hosts import HostLost, LocalHost, LocalHosts, stop
 from forgeasync.runtime.jobs import (
     JOB_ROLES,
     HostRole,
@@ -71,7 +71,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def build_hosts(config: RunConfig, log_dir: Path) -> Hosts:
+def build_hosts(config: RunConfig, log_dir: Path) -> "Hosts":
     """Create the hosts of a run's launcher, before Monarch is used; they are not yet started."""
     if isinstance(config.launcher, LocalLauncher):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -174,7 +174,7 @@ class JobHost:
         return f"{self.id} ({place})"
 
     async def make_folder(self, num_bytes: int) -> Path:
-        """See ``Host``."""
+        """See ``LocalHost``."""
         try:
             return await self._call(LocalHost.make_folder, num_bytes)
         except ActorError as error:
@@ -183,32 +183,32 @@ class JobHost:
             raise
 
     async def is_running(self, pid: int) -> bool:
-        """See ``Host``."""
+        """See ``LocalHost``."""
         return await self._call(LocalHost.is_running, pid)
 
     async def kill(self, pid: int) -> None:
-        """See ``Host``; the processes of a lost host end with it."""
+        """See ``LocalHost``; the processes of a lost host end with it."""
         if not self.is_lost:
             await self._call(LocalHost.kill, pid)
 
     async def read_stacks(self, pid: int) -> str:
-        """See ``Host``."""
+        """See ``LocalHost``."""
         return await self._call(LocalHost.read_stacks, pid)
 
     async def remove_files(self, files: Sequence[str]) -> None:
-        """See ``Host``."""
+        """See ``LocalHost``."""
         await self._call(LocalHost.remove_files, list(files))
 
     async def read_in_flight(self, folder: Path, group_ids: Sequence[int]) -> InFlightRead:
-        """See ``Host``."""
+        """See ``LocalHost``."""
         return await self._call(LocalHost.read_in_flight, folder, group_ids)
 
     async def remove_in_flight(self, folder: Path) -> None:
-        """See ``Host``."""
+        """See ``LocalHost``."""
         await self._call(LocalHost.remove_in_flight, folder)
 
     async def keep_group(self, target: Path, facts: bytes, source: str) -> str | None:
-        """See ``Host``."""
+        """See ``LocalHost``."""
         return await self._call(LocalHost.keep_group, target, facts, source)
 
     async def _call(
@@ -257,7 +257,7 @@ class JobHosts:
         return [host for hosts in self._hosts.values() for host in hosts]
 
     async def open(self, tell: Callable[[str], None]) -> None:
-        """See ``Hosts``; waits for the scheduler, then for the agent of every host.
+        """See ``LocalHosts``; waits for the scheduler, then for the agent of every host.
 
         Raises:
             LaunchFailed: the job was refused, has ended, or has waited too long.
@@ -312,18 +312,18 @@ class JobHosts:
                 return None
 
     async def gpus(self, role: HostRole) -> Mapping[str, GpuFacts]:
-        """See ``Hosts``."""
+        """See ``LocalHosts``."""
         hosts = self._hosts[role]
         async with call_limit(self._timeouts, "setup_s", f"looking at the GPUs of the hosts of {role}"):
             found = await asyncio.gather(*(host.agent.gpus.call_one() for host in hosts))
         return {host.id: facts for host, facts in zip(hosts, found, strict=True)}
 
     def limits(self, role: HostRole) -> Mapping[str, HostLimits]:
-        """See ``Hosts``."""
+        """See ``LocalHosts``."""
         return {host.id: host.limits for host in self._hosts[role] if host.limits is not None}
 
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
-        """See ``Hosts``."""
+        """See ``LocalHosts``."""
         per_host = self._per_host(role, num_procs)
         if role not in self._gpus_of:
             self.allot(role, num_procs, gpus_per_proc=gpus_per_proc)
@@ -332,12 +332,12 @@ class JobHosts:
         return self._spawn(self._meshes[role], name, gpus)
 
     def allot(self, role: HostRole, num_procs: int, *, gpus_per_proc: int) -> None:
-        """See ``Hosts``."""
+        """See ``LocalHosts``."""
         per_host = self._per_host(role, num_procs)
         self._gpus_of[role] = [self._gpus[role].take(gpus_per_proc, role=role) for _ in range(per_host)]
 
-    def allot_more(self, role: HostRole, *, gpus_per_proc: int) -> Host:
-        """See ``Hosts``; the places on a job's hosts are fixed when it is submitted."""
+    def allot_more(self, role: HostRole, *, gpus_per_proc: int) -> JobHost:
+        """See ``LocalHosts``; the places on a job's hosts are fixed when it is submitted."""
         num_procs = len(self._gpus_of[role]) * len(self._hosts[role])
         raise ValueError(
             f"the run has places for {num_procs} processes of {role} on hosts of launcher "
@@ -345,11 +345,11 @@ class JobHosts:
         )
 
     async def stop_one(self, mesh: ProcMesh) -> None:
-        """See ``Hosts``."""
+        """See ``LocalHosts``."""
         await stop(mesh)
 
     def spawn_one(self, role: HostRole, name: str, rank: int) -> ProcMesh:
-        """See ``Hosts``."""
+        """See ``LocalHosts``."""
         host, place = divmod(rank, len(self._gpus_of[role]))
         mesh = self._meshes[role].slice(hosts=host)
         return self._spawn(mesh, name, [self._gpus_of[role][place]])
@@ -363,17 +363,17 @@ class JobHosts:
         assert num_procs % num_hosts == 0, f"{num_procs} processes on {num_hosts} hosts: checks let it pass"
         return num_procs // num_hosts
 
-    def hosts_for(self, role: HostRole, num_procs: int) -> Sequence[Host]:
-        """See ``Hosts``."""
+    def hosts_for(self, role: HostRole, num_procs: int) -> Sequence[JobHost]:
+        """See ``LocalHosts``."""
         per_host = self._per_host(role, num_procs)
         return [self._hosts[role][proc // per_host] for proc in range(num_procs)]
 
     def master_address_is_ip(self) -> bool:
-        """See ``Hosts``; other pods cannot resolve a pod's host name."""
+        """See ``LocalHosts``; other pods cannot resolve a pod's host name."""
         return isinstance(self._launcher, KubernetesLauncher)
 
     async def watch(self) -> None:
-        """See ``Hosts``."""
+        """See ``LocalHosts``."""
         # All heartbeats continue until the hosts are closed. A run needs its remaining hosts to end in order,
         # and a host that is not called ends itself.
         self._watching = [asyncio.create_task(self._watch(host)) for host in self._all]
@@ -418,7 +418,7 @@ class JobHosts:
         return None
 
     async def close(self) -> None:
-        """See ``Hosts``; checks each host again: connections to a lost one break before its heartbeat."""
+        """See ``LocalHosts``; checks each host again: connections to a lost one break before its beat."""
         for watching in self._watching:
             watching.cancel()
         if self._is_open:
@@ -465,3 +465,10 @@ async def _bounded(what: str, work: Awaitable[object]) -> None:
             await work
     except Exception as error:
         logger.warning("%s: %r", what, error)
+
+
+Host = LocalHost | JobHost
+"""One machine; processes on hosts with different ids share no memory."""
+
+Hosts = LocalHosts | JobHosts
+"""All machines of a run, for all processes except the controller's own."""

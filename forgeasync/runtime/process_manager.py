@@ -17,7 +17,8 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import ActorError, MeshFailure, ProcMesh, this_host
 
 from forgeasync.observability import Fault, FaultLog, ProcessListFile, Role, real_errors
-from forgeasync.runtime.hosts import Host, HostLost, Hosts, LocalHosts, stop
+from forgeasync.runtime.hosts import HostLost, LocalHosts, stop
+from forgeasync.runtime.job_hosts import Host, Hosts
 from forgeasync.runtime.placement import spawn_role
 from forgeasync.runtime.supervised import (
     PEER_END_S,
@@ -152,7 +153,7 @@ class ProcessManager:
             self._failure.set_exception(error)
 
     async def open(self, tell: Callable[[str], None]) -> None:
-        """Start the hosts; required if they are other machines than this one. See ``Hosts.open``."""
+        """Start the hosts; required if they are other machines than this one. See ``LocalHosts.open``."""
         await self.hosts.open(tell)
         self._watching = asyncio.create_task(self._watch_hosts())
 
@@ -200,6 +201,11 @@ class ProcessManager:
         """Pools of this run; the last one is closed first."""
         all_of_them = (*self.teachers, self.generators, self.environment, self.scorer, self.buffer)
         return [one for one in all_of_them if one is not None]
+
+    @property
+    def procs(self) -> list[Proc]:
+        """Live processes of the pools."""
+        return [replica.proc for pool in self._supervisors() for replica in pool.replicas]
 
     async def _fail_with(self, watching: Awaitable[None]) -> None:
         """End the run if a pool gives up."""

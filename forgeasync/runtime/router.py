@@ -15,10 +15,9 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from monarch.actor import ActorError, Channel, Port
@@ -44,7 +43,7 @@ from forgeasync.runtime.generator import (
     RefusedGroup,
     SampledResponse,
 )
-from forgeasync.runtime.generator_pool import GeneratorPool, LiveReplica, sampling_group, spawn_engine
+from forgeasync.runtime.generator_pool import GeneratorPool, LiveReplica, spawn_engine
 from forgeasync.runtime.jobs import HostRole
 from forgeasync.runtime.process_manager import GENERATOR, ProcessManager, make_folders
 from forgeasync.runtime.replica_states import ReplicaTable
@@ -91,16 +90,11 @@ MAX_LATE = 2
 CANCEL_S = 10.0
 """Time limit for a cancelled group to end on its generator, in seconds."""
 
+SWAP_KEYS = ("weights_s", "generate_s")
+"""Timeouts whose sum limits a swap: a generator with ``drain`` waits for its longest sequence."""
+
 MAX_FAILED_FETCHES = 5
 """Number of consecutive failed fetches after which a generator is replaced; each retries bad blocks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwappedReplica:
-    """A generator that samples with a new version."""
-
-    number: int
-    report: SwapReport
 
 
 class GroupGivenUp(RuntimeError):
@@ -200,7 +194,7 @@ class GeneratorRouter:
         while True:
             if group_id is not None and self._cancelled[group_id]:
                 raise GroupGivenUp(f"{what} was cancelled", DropReason.CANCELLED)
-            async with self._sampling(num_samples, group_id) as replica:
+            async with self.pinned(num_samples, group_id) as replica:
                 answer = asyncio.ensure_future(replica.call(functools.partial(call, replica, continued)))
                 try:
                     async with call_limit(self._timeouts, "generate_s", f"generator {replica.rank} {what}"):
@@ -221,32 +215,25 @@ class GeneratorRouter:
                     # The tokens sampled so far may be the cause of the delay.
                     continued = None
                     if group_id is not None:
-                        await self._end_late(replica, group_id, answer)
+                        # It must have ended before it is sampled again.
+                        await self._cancel([replica], [group_id])
+                        await asyncio.wait([answer], timeout=CANCEL_S)
                     if num_late > MAX_LATE:
                         raise GroupGivenUp(f"{late}; attempt {num_late}", DropReason.LATE) from late
                 finally:
                     answer.add_done_callback(forget)
                     answer.cancel()
 
-    @asynccontextmanager
-    async def _sampling(self, num_samples: int, group_id: int | None) -> AsyncIterator[LiveReplica]:
-        async with self.pinned(num_samples) as replica:
-            with sampling_group(replica, group_id):
-                yield replica
-
-    async def _end_late(self, replica: LiveReplica, group_id: int, answer: "asyncio.Future[T]") -> None:
-        """Cancel a late group before it is sampled again."""
-        await self._cancel(replica, [group_id])
-        await asyncio.wait([answer], timeout=CANCEL_S)
-
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:
         """Cancel groups on all generators."""
         for group_id in self._cancelled.keys() & set(group_ids):
             self._cancelled[group_id] = True
-        await asyncio.gather(*(self._cancel(one, group_ids) for one in self.pool.replicas))
+        await self._cancel(self.pool.replicas, group_ids)
 
-    async def _cancel(self, replica: LiveReplica, group_ids: Sequence[int]) -> None:
-        await self._best_effort(replica, lambda: replica.actor.cancel_groups.call_one(group_ids))
+    async def _cancel(self, replicas: Sequence[LiveReplica], group_ids: Sequence[int]) -> None:
+        await self._ask_all(
+            replicas, "cancelling groups", lambda one: one.actor.cancel_groups.call_one(group_ids)
+        )
 
     async def free_payloads(self, rollouts: Iterable[StoredRollout]) -> None:
         """Free the arrays of whole groups that nothing will read any more.
@@ -264,20 +251,13 @@ class GeneratorRouter:
     async def _free(self, host_id: str, rank: int, files: list[str]) -> None:
         replica = self.pool.at(rank)
         if replica is not None and replica.host.id == host_id:
-            if await self._best_effort(replica, lambda: replica.actor.free_payloads.call_one(files)):
+            call = "freeing payloads"
+            if await self._ask_all([replica], call, lambda one: one.actor.free_payloads.call_one(files)):
                 return
         host = next((host for host in self.pool.hosts if host.id == host_id), None)
         # The memory of a lost host is gone with it.
         if host is not None:
             await host.remove_files(files)
-
-    async def _best_effort(self, replica: LiveReplica, call: Callable[[], Awaitable[None]]) -> bool:
-        """Make a short call to a generator; return False if it is lost, or is given up for not answering."""
-        try:
-            await self._ask(replica, "a small call", call, limit="weights_s")
-        except ProcessLost:
-            return False
-        return True
 
     @contextmanager
     def cancellable(self, group_id: int) -> Iterator[Callable[[], bool]]:
@@ -313,11 +293,13 @@ class GeneratorRouter:
 
     async def drop_episode(self, replica: LiveReplica, episode: EpisodeId) -> None:
         """Drop one attempt at an episode on a generator; does nothing if the generator is lost."""
-        await self._best_effort(replica, lambda: replica.actor.drop_episode.call_one(episode))
+        call = f"dropping an episode of group {episode.group_id}"
+        await self._ask_all([replica], call, lambda one: one.actor.drop_episode.call_one(episode))
 
     async def drop_episodes(self, replica: LiveReplica, group_id: int) -> None:
         """Drop the episodes of a group on a generator; does nothing if the generator is lost."""
-        await self._best_effort(replica, lambda: replica.actor.drop_episodes.call_one(group_id))
+        call = f"dropping the episodes of group {group_id}"
+        await self._ask_all([replica], call, lambda one: one.actor.drop_episodes.call_one(group_id))
 
     async def kv_usage(self, replica: LiveReplica) -> float:
         """Return the share of a generator's KV cache that running requests hold.
@@ -333,29 +315,47 @@ class GeneratorRouter:
         what: str,
         make: Callable[[], Awaitable[T]],
         *,
-        limit: Literal["generate_s", "weights_s"] = "generate_s",
+        keys: Sequence[str] = ("generate_s",),
     ) -> T:
-        """Call one generator; ``what`` names the call in messages, and ``limit`` its key of ``timeouts``.
+        """Call one generator; ``what`` names the call in messages.
+
+        The limit is the sum of the timeouts in ``keys``.
 
         Raises:
             ProcessLost: the generator is lost, or is given up because it has not answered in time.
         """
+        limit_s = sum(getattr(self._timeouts, key) for key in keys)
+        named = " + ".join(f"timeouts.{key}" for key in keys)
         try:
-            async with call_limit(self._timeouts, limit, f"generator {replica.rank} {what}"):
+            async with deadline(limit_s, call=f"{self.pool.title} {replica.rank} {what}", key=named):
                 return await replica.call(make)
         except DeadlineExceeded as late:
-            limit_s: float = getattr(self._timeouts, limit)
-            replica.lose(f"has not finished {what} within timeouts.{limit} = {limit_s:g} s")
+            replica.lose(f"has not finished {what} within {named} = {limit_s:g} s")
             raise replica.lost_error() from late
 
-    @asynccontextmanager
-    async def pinned(self, num_samples: int) -> AsyncIterator[LiveReplica]:
-        """Assign ``num_samples`` rollouts to the least busy healthy generator, until the end of the body.
+    async def _ask_all(
+        self,
+        replicas: Sequence[LiveReplica],
+        what: str,
+        call: Callable[[LiveReplica], Awaitable[T]],
+        *,
+        keys: Sequence[str] = ("weights_s",),
+    ) -> dict[int, T]:
+        """Return the answers by the generators' numbers, without those that are lost; see ``_ask``."""
+        answers: dict[int, T] = {}
 
-        Waits while no generator is healthy.
-        """
-        async with self.pool.assigned(num_samples) as replica:
-            yield replica
+        async def ask(one: LiveReplica) -> None:
+            with contextlib.suppress(ProcessLost):
+                answers[one.number] = await self._ask(one, what, lambda: call(one), keys=keys)
+
+        await asyncio.gather(*map(ask, replicas))
+        return answers
+
+    def pinned(
+        self, num_samples: int, group_id: int | None = None
+    ) -> AbstractAsyncContextManager[LiveReplica]:
+        """Assign rollouts to the least busy healthy generator during the body; see ``GeneratorPool``."""
+        return self.pool.assigned(num_samples, group_id)
 
     @property
     def actors(self) -> Mapping[str, tuple[GeneratorActor, ...]]:
@@ -371,18 +371,11 @@ class GeneratorRouter:
 
     async def stats(self) -> list[EngineStats]:
         """Return the counters of every engine; the last entry is the sum over all ended engines."""
-
-        async def ask(one: LiveReplica) -> EngineStats | None:
-            try:
-                async with call_limit(self._timeouts, "weights_s", "counters"):
-                    return await one.call(lambda: one.actor.stats.call_one())
-            except (ProcessLost, DeadlineExceeded):
-                return None
-
         replicas = self.pool.replicas
-        for one, stats in zip(replicas, await asyncio.gather(*map(ask, replicas)), strict=True):
-            if stats is not None:
-                self.pool.heard(one, stats)
+        counted = await self._ask_all(replicas, "counting", lambda one: one.actor.stats.call_one())
+        for one in replicas:
+            if one.number in counted:
+                self.pool.heard(one, counted[one.number])
         return self.pool.stats()
 
     def metrics(self) -> dict[str, float]:
@@ -419,7 +412,7 @@ class GeneratorRouter:
         """Record that a version can be fetched; generators that join must load it."""
         self.pool.table.change(lambda table: table.published(version))
 
-    def record_swap(self, number: int) -> None:
+    def record_swap(self, number: int, swap: SwapReport) -> None:
         """Record that a generator samples with the version that it has swapped in."""
         self.pool.table.change(lambda table: table.updated(number))
         self.pool.look_for_healed()
@@ -435,9 +428,11 @@ class GeneratorRouter:
             return
         async with self.pool.gpu_turn:
             engines = self.pool.replicas
-            await self._call_all(engines, "leaving its GPU", lambda one: _done(one.actor.sleep.call_one()))
+            await self._ask_all(
+                engines, "leaving its GPU", lambda one: one.actor.sleep.call_one(), keys=SWAP_KEYS
+            )
             yield
-            await self._call_all(engines, "coming back", lambda one: _done(one.actor.wake.call_one()))
+            await self._ask_all(engines, "coming back", lambda one: one.actor.wake.call_one(), keys=SWAP_KEYS)
 
     # Updates of the generators of one host.
 
@@ -463,49 +458,40 @@ class GeneratorRouter:
                 table.begin_update(one.number, version)
 
         self.pool.table.change(begin)
-        fetched = await self._call_all(
+        fetched = await self._ask_all(
             replicas,
             f"fetching version {version}",
             lambda one: one.actor.begin_update.call_one(manifest, shares[one.number] if is_new else None),
-            keys=["weights_s"],
         )
-        reports = [report for report in fetched if report is not None]
-        if len(reports) < len(replicas) or not all(report.is_complete for report in reports):
-            await self._abandon(
-                host, [one for one, report in zip(replicas, fetched, strict=True) if report is not None]
-            )
-        if len(reports) < len(replicas):
+        if len(fetched) < len(replicas) or not all(report.is_complete for report in fetched.values()):
+            await self._abandon(host, [one for one in replicas if one.number in fetched])
+        if len(fetched) < len(replicas):
             return None
-        for replica, report in zip(replicas, reports, strict=True):
-            self._count(replica, report)
-        return merge_host_reports(reports)
+        for replica in replicas:
+            self._count(replica, fetched[replica.number])
+        return merge_host_reports([fetched[one.number] for one in replicas])
 
-    async def finish_update(self, host: int, version: int) -> list[SwappedReplica]:
+    async def finish_update(self, host: int, version: int) -> Mapping[int, SwapReport]:
         """Wait until the generators of a host sample with ``version``, which they have fetched.
 
-        Returns the generators that do; call ``record_swap`` for each. A generator with ``drain`` waits for
-        its longest sequence.
+        Returns the reports of those that do, by number; call ``record_swap`` for each. A generator with
+        ``drain`` waits for its longest sequence.
         """
         numbers = self._taking_part[host]
         replicas = [one for one in map(self.pool.get, numbers) if one is not None]
         what = f"swapping in version {version}"
-        staged: list[bool | None] = [None]
+        staged: Mapping[int, None] = {}
         if len(replicas) == len(numbers):
             # Each generator stages a part for all, so none may swap before the last one has staged.
-            staged = await self._call_all(
-                replicas, what, lambda one: _done(one.actor.stage_update.call_one())
+            staged = await self._ask_all(
+                replicas, what, lambda one: one.actor.stage_update.call_one(), keys=SWAP_KEYS
             )
-        if None in staged:
+        if len(staged) < len(numbers):
             await self._abandon(host, [one for one in replicas if not one.lost.is_set()])
-            return []
-        swaps: list[SwapReport | None] = await self._call_all(
-            replicas, what, lambda one: one.actor.finish_update.call_one()
+            return {}
+        return await self._ask_all(
+            replicas, what, lambda one: one.actor.finish_update.call_one(), keys=SWAP_KEYS
         )
-        return [
-            SwappedReplica(number=one.number, report=swap)
-            for one, swap in zip(replicas, swaps, strict=True)
-            if swap is not None
-        ]
 
     async def _abandon(self, host: int, replicas: Sequence[LiveReplica]) -> None:
         def abandon(table: ReplicaTable) -> None:
@@ -513,8 +499,8 @@ class GeneratorRouter:
                 table.abandon_update(number)
 
         self.pool.table.change(abandon)
-        await self._call_all(
-            replicas, "giving up a version", lambda one: _done(one.actor.abandon_update.call_one())
+        await self._ask_all(
+            replicas, "giving up a version", lambda one: one.actor.abandon_update.call_one(), keys=SWAP_KEYS
         )
 
     def _count(self, replica: LiveReplica, report: FetchReport) -> None:
@@ -527,33 +513,6 @@ class GeneratorRouter:
             if report.failure is not None:
                 why = f"did not arrive ({report.failure}); check the network"
             replica.lose(f"could not fetch weights: {num_failed} consecutive fetches {why}")
-
-    async def _call_all(
-        self,
-        replicas: Sequence[LiveReplica],
-        what: str,
-        call: Callable[[LiveReplica], Awaitable[T]],
-        *,
-        keys: Sequence[str] = ("weights_s", "generate_s"),
-    ) -> list[T | None]:
-        """Return the answer of each generator; None for those that are lost or given up as too late.
-
-        The limit is the sum of the timeouts in ``keys``.
-        """
-        limit_s = sum(getattr(self._timeouts, key) for key in keys)
-        named = " + ".join(f"timeouts.{key}" for key in keys)
-
-        async def one_of_them(replica: LiveReplica) -> T | None:
-            try:
-                async with deadline(limit_s, call=f"{self.pool.title} {replica.rank} {what}", key=named):
-                    return await replica.call(lambda: call(replica))
-            except ProcessLost:
-                return None
-            except DeadlineExceeded as late:
-                replica.lose(f"was too late: {late}")
-                return None
-
-        return list(await asyncio.gather(*map(one_of_them, replicas)))
 
     # Connections to the trainer's staging buffers.
 
@@ -614,14 +573,12 @@ class GeneratorRouter:
         A generator that is joining reconnects before it has joined.
         """
         self._sources = sources
-
-        async def reconnect(replica: LiveReplica) -> None:
-            with contextlib.suppress(ProcessLost):
-                await replica.call(lambda: replica.actor.reconnect_weights.call_one(layout, sources))
-
-        call = f"connecting every {self.pool.title} to the trainer that was started again"
-        async with call_limit(self._timeouts, "setup_s", call):
-            await asyncio.gather(*map(reconnect, self.pool.replicas))
+        await self._ask_all(
+            self.pool.replicas,
+            "connecting to the trainer that was started again",
+            lambda one: one.actor.reconnect_weights.call_one(layout, sources),
+            keys=["setup_s"],
+        )
 
 
 async def start_generators(
@@ -692,9 +649,3 @@ async def start_generators(
     async with call_limit(config.timeouts, "setup_s", "loading the generators' engines"):
         await pool.start(len(hosts))
     return GeneratorRouter(pool, config.timeouts, max_lost_per_group=section.max_lost_per_group)
-
-
-async def _done(call: Awaitable[None]) -> bool:
-    """Return True once a call without a result has ended, to distinguish it from a failed one."""
-    await call
-    return True

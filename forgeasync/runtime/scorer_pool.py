@@ -330,7 +330,7 @@ class ScoreQueue:
             job.result.set_result(scores)
         elif fate is DispatchOutcome.GIVEN_UP:
             self._give_up(job)
-        self._dispatch.change(lambda dispatch: None)
+        self._dispatch.wake()
         self._pump()
 
     def _give_up(self, job: _Job) -> None:

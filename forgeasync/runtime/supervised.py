@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import Actor, ActorError, this_host
@@ -26,10 +26,13 @@ from monarch.actor import Actor, ActorError, this_host
 from forgeasync.config import TimeoutSection
 from forgeasync.observability import Fault, FaultLog, ProcessListFile, Role, describe_error
 from forgeasync.processes import NotEnded, end_all, marked_processes
-from forgeasync.runtime.hosts import LOCAL_HOST_ID, Host, LocalHost, stop
+from forgeasync.runtime.hosts import LOCAL_HOST_ID, LocalHost, stop
 from forgeasync.runtime.placement import spawn_role
 from forgeasync.runtime.stalls import LIMIT_S, awaited_calls
 from forgeasync.waiting import DeadlineExceeded, deadline, forget
+
+if TYPE_CHECKING:
+    from forgeasync.runtime.job_hosts import Host
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +118,7 @@ class Proc:
     role: str
     rank: int
     pid: int
-    host: Host
+    host: "Host"
 
     async def has_ended(self) -> bool:
         """Return whether the process has ended; False if its host does not answer (reported elsewhere)."""
@@ -219,7 +222,7 @@ class Spawned(Generic[ActorT]):
     pid: int
     stop: Callable[[], Awaitable[None]]
     """Releases the process's mesh in Monarch, also after its end."""
-    host: Host = field(default_factory=lambda: LocalHost(LOCAL_HOST_ID, []))
+    host: "Host" = field(default_factory=lambda: LocalHost(LOCAL_HOST_ID, []))
     mark: str | None = None
     """Mark in the environment of all processes that it starts, which identifies them after its end."""
     in_flight: Path | None = None
@@ -336,7 +339,7 @@ def kill_marked(mark: str) -> None:
 # --- Diagnosis of a process that does not answer ---
 
 
-async def stacks_of(host: Host, pid: int) -> str:
+async def stacks_of(host: "Host", pid: int) -> str:
     """Return the Python stacks of a process in one line, or why they cannot be read."""
     try:
         async with asyncio.timeout(ANSWER_S):

@@ -2,7 +2,7 @@
 
 It loads versions of weights like a generator. For the collecting loop, it rewrites groups with the teacher's
 log-probabilities beside the generator's records, to a new file in the same host's shared memory. The caller
-frees the previous file. ``TaughtGroups`` also does this for a teacher that is a server.
+frees the previous file. ``TeacherRecorder`` also does this for a teacher that is a server.
 
 Engine processes import this module, so it imports little: vLLM inspects everything that is imported there.
 """
@@ -47,7 +47,7 @@ class TeacherFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaughtGroups:
+class TeacherRecorder:
     """Storage of groups, and what the teacher computes for their tokens."""
 
     teacher: str
@@ -157,7 +157,7 @@ class TeacherActor(GeneratorActor):
         super().__init__(log_dir, rank, f"teacher-{name}", State.WAITING_FOR_BATCH)
 
     @concurrent_endpoint
-    async def open(self, groups: TaughtGroups) -> None:
+    async def open(self, groups: TeacherRecorder) -> None:
         """Set the storage of groups and what to compute, and check the engine; follows ``setup``."""
         self._groups = groups
         if groups.needs_student_ids:
@@ -167,7 +167,7 @@ class TeacherActor(GeneratorActor):
     async def teach(
         self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
     ) -> tuple[StoredRollout, ...] | TeacherFailure:
-        """See ``TaughtGroups.teach``."""
+        """See ``TeacherRecorder.teach``."""
         return await self._groups.teach(rollouts, reads, self._score)
 
     async def _score(self, ids_S: np.ndarray, num_prompt: int, given_TK: np.ndarray | None) -> TeacherRecord:

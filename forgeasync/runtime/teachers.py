@@ -1,7 +1,7 @@
 """Teachers: models that compute log-probabilities of the tokens that the policy sampled.
 
 A teacher is either engines of the run (a ``GeneratorPool`` of ``TeacherActor``) or a server. Its engines may
-load versions of the policy's weights, as generators do. ``Teaching`` sends each sampled group to the teacher
+load versions of the policy's weights, as generators do. ``Teachers`` sends each sampled group to the teacher
 of its task's source, which rewrites the group with its records.
 
 Who waits for whom: the collecting loop waits for a group's teacher before the buffer receives the group as
@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -21,10 +21,11 @@ from forgeasync.config import (
     ModelFacts,
     RunConfig,
     TeacherSection,
-    TeacherSource,
+    TimeoutSection,
     named_sources,
     weights_of_teacher,
 )
+from forgeasync.generator import SwapReport
 from forgeasync.models import model_folder, read_model_facts
 from forgeasync.observability import Role
 from forgeasync.planning import Machine, least_bytes, teacher_memory, total_bytes
@@ -42,12 +43,12 @@ from forgeasync.rollouts import (
 )
 from forgeasync.runtime.generator import GeneratorActor, GeneratorSetup
 from forgeasync.runtime.generator_pool import GeneratorPool, spawn_engine
-from forgeasync.runtime.hosts import Host
+from forgeasync.runtime.job_hosts import Host
 from forgeasync.runtime.jobs import HostRole
 from forgeasync.runtime.process_manager import TEACHER, ProcessManager
-from forgeasync.runtime.router import GeneratorRouter, SwappedReplica
+from forgeasync.runtime.router import GeneratorRouter
 from forgeasync.runtime.supervised import ProcessLost, Spawned, call_limit
-from forgeasync.runtime.teacher import TaughtGroups, TeacherActor, TeacherFailure
+from forgeasync.runtime.teacher import TeacherActor, TeacherFailure, TeacherRecorder
 from forgeasync.scoring import RewardUnavailable
 from forgeasync.waiting import DeadlineExceeded, deadline
 from forgeasync.weights import WeightSet
@@ -60,105 +61,85 @@ TEACHER_HOST = 0
 """All engines of a teacher are on the controller's machine."""
 
 
-@dataclass(slots=True, kw_only=True)
-class MovingTeacher:
-    """A teacher's engines as a consumer of published weights."""
-
-    name: str
-    source: TeacherSource
-    router: GeneratorRouter
-    num_updates: int = 0
-    """Number of swaps to a new version, summed over engines."""
-    num_rescored: int = 0
-    """Number of scores that a swap interrupted and that were recomputed with the new weights."""
-
-    @property
-    def weights(self) -> WeightSet:
-        """Set of weights that it loads of each version."""
-        return WeightSet.AVERAGE if isinstance(self.source, AveragedPolicy) else WeightSet.POLICY
-
-    @property
-    def wanted(self) -> int:
-        """Newest version that its engines should have."""
-        return self.router.pool.table.state.newest
-
-    def published(self, version: int) -> None:
-        """Record that a version can be fetched; the engines load it if it is due."""
-        if self.source.is_due(version, newest=self.wanted):
-            self.router.published(version)
-
-    async def until_current(self, version: int) -> None:
-        """Wait until the healthy engines have the version that is due at ``version``."""
-        await self.router.pool.table.until(
-            lambda table: table.has_healthy and not self.source.is_due(version, newest=table.served)
-        )
-
-    def record_swap(self, replica: SwappedReplica) -> None:
-        """Record that an engine scores with the version that it has swapped in."""
-        self.num_updates += 1
-        self.num_rescored += replica.report.num_recomputed
-        self.router.record_swap(replica.number)
-
-
 LONGEST_WAIT_S = 15.0
 """Maximum time between two requests of a waiting group to an unavailable server, in seconds."""
 
 
-class TeacherModel(Protocol):
-    """Scores the tokens of groups, with engines of the run or a server."""
+class TeacherEngines(GeneratorRouter):
+    """Engines of the run, which are supervised like generators and may load published weights like them."""
+
+    def __init__(self, pool: GeneratorPool, section: TeacherSection, timeouts: TimeoutSection) -> None:
+        super().__init__(pool, timeouts, max_lost_per_group=section.engine.max_lost_per_group)
+        self._source = section.source
+        self.num_updates = 0
+        """Number of swaps to a new version, summed over engines."""
+        self.num_rescored = 0
+        """Number of scores that a swap interrupted and that were recomputed with the new weights."""
 
     @property
     def version(self) -> int:
-        """Version of its weights, starting at 0."""
-        ...
-
-    async def teach(
-        self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
-    ) -> tuple[StoredRollout, ...] | TeacherFailure:
-        """See ``TaughtGroups.teach``.
-
-        Raises:
-            ProcessLost: the engine is lost.
-            RewardUnavailable: the server is unavailable.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PoolTeacher:
-    """Engines of the run, which are supervised like generators."""
-
-    pool: GeneratorPool
-
-    @property
-    def version(self) -> int:
+        """Version of the weights, starting at 0."""
         return self.pool.table.state.served
 
     async def teach(
         self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
     ) -> tuple[StoredRollout, ...] | TeacherFailure:
+        """See ``TeacherRecorder.teach``.
+
+        Raises:
+            ProcessLost: the engine is lost.
+        """
         async with self.pool.assigned(len(rollouts)) as replica:
             # The pool's type of actor is the base class.
             actor = cast(TeacherActor, replica.actor)
             return await replica.call(lambda: actor.teach.call_one(rollouts, reads))
+
+    @property
+    def weights(self) -> WeightSet:
+        """Set of weights that the engines load of each version."""
+        return WeightSet.AVERAGE if isinstance(self._source, AveragedPolicy) else WeightSet.POLICY
+
+    @property
+    def wanted(self) -> int:
+        """Newest version that the engines should have."""
+        return self.pool.table.state.newest
+
+    def published(self, version: int) -> None:
+        """Record that a version can be fetched; the engines load it if it is due."""
+        if self._source.is_due(version, newest=self.wanted):
+            super().published(version)
+
+    async def until_current(self, version: int) -> None:
+        """Wait until the healthy engines have the version that is due at ``version``."""
+        await self.pool.table.until(
+            lambda table: table.has_healthy and not self._source.is_due(version, newest=table.served)
+        )
+
+    def record_swap(self, number: int, swap: SwapReport) -> None:
+        """Record that an engine scores with the version that it has swapped in."""
+        self.num_updates += 1
+        self.num_rescored += swap.num_recomputed
+        super().record_swap(number, swap)
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointTeacher:
     """A server, called from the controller's process."""
 
-    groups: TaughtGroups
+    groups: TeacherRecorder
     client: "TeacherClient"
     room: asyncio.Semaphore
     """Limits concurrent requests."""
-
-    @property
-    def version(self) -> int:
-        return 0
+    version: int = 0
 
     async def teach(
         self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
     ) -> tuple[StoredRollout, ...] | TeacherFailure:
+        """See ``TeacherRecorder.teach``.
+
+        Raises:
+            RewardUnavailable: the server is unavailable.
+        """
         return await self.groups.teach(rollouts, reads, self._score)
 
     async def _score(self, ids_S: np.ndarray, num_prompt: int, given_TK: np.ndarray | None) -> TeacherRecord:
@@ -173,7 +154,7 @@ class Teacher:
 
     name: str
     section: TeacherSection
-    model: TeacherModel
+    model: TeacherEngines | EndpointTeacher
     prompts: TeacherPrompts
     room: asyncio.Semaphore
     """Limits the groups in flight; waiting for it does not count against a group's deadline."""
@@ -198,14 +179,14 @@ class OutageBackoff:
 
 
 @dataclass(slots=True)
-class Teaching:
+class Teachers:
     """All teachers of a run; empty if the loss needs none."""
 
     by_source: Mapping[str, Teacher] = field(default_factory=dict)
     """Teacher of each data source."""
     score_limit_s: float = 60.0
     """Time limit of one attempt at a group (``timeouts.score_s``), in seconds."""
-    moving: tuple[MovingTeacher, ...] = ()
+    moving: tuple[TeacherEngines, ...] = ()
     """Teachers that load published versions."""
     _num_retried: int = 0
     _num_failed: int = 0
@@ -324,13 +305,13 @@ class Teaching:
 
 async def start_teachers(
     processes: ProcessManager, config: RunConfig, facts: ModelFacts, prompts: PromptEncoder
-) -> Teaching:
+) -> Teachers:
     """Start the engines of all teachers, after the generators, whose payload folders they share.
 
     ``facts`` and ``prompts`` are the policy's.
     """
     if not config.teachers:
-        return Teaching()
+        return Teachers()
     processes.hosts.allot(HostRole.TEACHERS, 0, gpus_per_proc=1)
     first_places, num_places = {}, 0
     for name, section in config.teachers.items():
@@ -345,24 +326,18 @@ async def start_teachers(
         ]
     teachers = {one.result().name: one.result() for one in started}
     known = [source.name for source in named_sources(config.data)]
-    return Teaching(
+    return Teachers(
         {
             source: teachers[name]
             for name, section in config.teachers.items()
             for source in section.sources or known
         },
-        moving=tuple(_moving(config, one) for one in teachers.values() if one.section.moves),
+        moving=tuple(
+            one.model
+            for one in teachers.values()
+            if isinstance(one.model, TeacherEngines) and one.section.moves
+        ),
         score_limit_s=config.timeouts.score_s,
-    )
-
-
-def _moving(config: RunConfig, teacher: Teacher) -> MovingTeacher:
-    assert isinstance(teacher.model, PoolTeacher), "as the section has checked"
-    pool, engine = teacher.model.pool, teacher.section.engine
-    return MovingTeacher(
-        name=teacher.name,
-        source=teacher.section.source,
-        router=GeneratorRouter(pool, config.timeouts, max_lost_per_group=engine.max_lost_per_group),
     )
 
 
@@ -376,7 +351,7 @@ async def _start_teacher(
 ) -> Teacher:
     section = config.teachers[name]
     host = processes.hosts.hosts_for(HostRole.TEACHERS, 1)[0]
-    groups = TaughtGroups(
+    groups = TeacherRecorder(
         teacher=name,
         folder=processes.payload_folders[0],
         host_id=host.id,
@@ -392,10 +367,13 @@ async def _start_teacher(
         num_at_once = section.endpoint.max_concurrent
         client = TeacherClient(section.endpoint)
         processes.closing.append(client.close)
-        model: TeacherModel = EndpointTeacher(groups, client, asyncio.Semaphore(num_at_once))
+        model: TeacherEngines | EndpointTeacher = EndpointTeacher(
+            groups, client, asyncio.Semaphore(num_at_once)
+        )
     else:
         num_at_once = section.engine.num_replicas * section.engine.max_num_seqs
-        model = PoolTeacher(await _start_pool(processes, config, groups, host, first_place))
+        pool = await _start_pool(processes, config, groups, host, first_place)
+        model = TeacherEngines(pool, section, config.timeouts)
     return Teacher(
         name=name,
         section=section,
@@ -406,7 +384,7 @@ async def _start_teacher(
 
 
 async def _start_pool(
-    processes: ProcessManager, config: RunConfig, groups: TaughtGroups, host: Host, first_place: int
+    processes: ProcessManager, config: RunConfig, groups: TeacherRecorder, host: Host, first_place: int
 ) -> GeneratorPool:
     name = groups.teacher
     section = config.teachers[name]

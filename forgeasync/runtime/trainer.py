@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class OrderedThread:
+class SerialExecutor:
     """Runs functions one after another in a thread; the callers are coroutines of one event loop.
 
     Monarch 0.7.0 starts concurrent endpoints in the order of one caller's calls
@@ -193,7 +193,7 @@ class TrainerActor(Actor):
         self._rank = current_rank().rank
         redirect_process_output(log_dir / f"trainer-{self._rank}.log")
         open_trace(log_dir, f"trainer-{self._rank}", idle=State.WAITING_FOR_BATCH)
-        self._thread = OrderedThread("trainer")
+        self._thread = SerialExecutor("trainer")
         self._built: PolicyTrainer | None = None
         self._checkpoints: CheckpointWriter | None = None
         self._publications: dict[int, Publication] = {}

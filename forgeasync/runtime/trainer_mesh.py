@@ -15,6 +15,7 @@ from forgeasync.config import Delta, Dtype, RunConfig, TimeoutSection, Transport
 from forgeasync.models import published_dtype
 from forgeasync.processes import largest
 from forgeasync.rollouts import merged_reports
+from forgeasync.runtime.job_hosts import Host
 from forgeasync.runtime.jobs import HostRole
 from forgeasync.runtime.process_manager import ProcessManager, make_folders
 from forgeasync.runtime.router import GeneratorRouter
@@ -34,7 +35,7 @@ from forgeasync.weights import (
 )
 
 if TYPE_CHECKING:
-    from forgeasync.runtime.teachers import MovingTeacher
+    from forgeasync.runtime.teachers import TeacherEngines
 
 T = TypeVar("T")
 
@@ -365,7 +366,7 @@ async def spawn_trainer(
     await setup_torch_elastic_env_async(mesh, use_ipaddr=AddrType.IPv4 if by_ip else None)
     actors = mesh.spawn(name, TrainerActor, processes.log_dir).flatten("procs")
     trainer = TrainerMesh(actors, num_procs, timeouts)
-    hosts = processes.hosts.hosts_for(HostRole.TRAINER, num_procs)
+    hosts: Sequence[Host] = processes.hosts.hosts_for(HostRole.TRAINER, num_procs)
     trainer.members = tuple(
         Proc(role="trainer", rank=rank, pid=pid, host=host)
         for rank, (pid, host) in enumerate(zip(await trainer.pids(), hosts, strict=True))
@@ -390,7 +391,7 @@ async def connect_weights(
     config: RunConfig,
     trainer: TrainerMesh,
     generators: GeneratorRouter,
-    teachers: "Sequence[MovingTeacher]" = (),
+    teachers: "Sequence[TeacherEngines]" = (),
 ) -> list[str]:
     """Allocate the trainer's staging buffers, and let every generator plan how it reads them.
 
@@ -405,7 +406,7 @@ async def connect_weights(
     generator_hosts = processes.hosts.hosts_for(HostRole.GENERATORS, config.generator.num_engines)
     choice = config.weights.transport
     transport = build_transport(choice)
-    teacher_hosts = [host for one in teachers for host in one.router.pool.hosts]
+    teacher_hosts = [host for one in teachers for host in one.pool.hosts]
     readers = (*generator_hosts, *teacher_hosts)
     require_reach(transport, choice, (host.id for host in (*trainer_hosts, *readers)))
     await transport.start(processes.spawn_here)
@@ -429,8 +430,8 @@ async def connect_weights(
     for one in teachers:
         # Teachers on a host have their own receive buffer, in another folder than its generators.
         room = layout.of(one.weights).num_bytes + patch_bytes
-        (folder,) = await make_folders(one.router.pool.hosts, [room])
-        of_engines = [folder] * len(one.router.pool.replicas)
-        of_teacher = await one.router.connect_weights(layout.of(one.weights), sources, of_engines)
+        (folder,) = await make_folders(one.pool.hosts, [room])
+        of_engines = [folder] * len(one.pool.replicas)
+        of_teacher = await one.connect_weights(layout.of(one.weights), sources, of_engines)
         routes |= dict.fromkeys(of_teacher)
     return list(routes)

@@ -5,7 +5,7 @@ lost during a call, a new one first restores the state from before the call: the
 ranks have (``forgeasync.trainer.run_checkpoint``), and the later steps (``forgeasync.trainer.step``). Then
 the call is repeated. Generators continue meanwhile.
 
-A trainer is lost (``TrainerIncarnation``) if the process of a rank has ended; if a rank does not answer
+A trainer is lost (``RunningTrainer``) if the process of a rank has ended; if a rank does not answer
 heartbeats, which its event loop answers while its thread computes; or if a call has failed in a collective or
 exceeded its deadline. All ranks are lost together, since they wait for each other.
 """
@@ -55,7 +55,7 @@ COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "c10d")
 """Words in errors of collectives; the rank that reports the error need not have caused it."""
 
 
-class TrainerIncarnation:
+class RunningTrainer:
     """A trainer mesh from its start to its loss."""
 
     def __init__(self, mesh: TrainerMesh, processes: ProcessManager, *, heartbeat_s: float) -> None:
@@ -222,8 +222,8 @@ class TrainerRecovery:
         """Send the live generators to the ranks; a new trainer gets them when it starts."""
         await self._call(lambda mesh: mesh.generators_changed(self._generators))
 
-    def _begin_life(self, trainer: TrainerMesh) -> TrainerIncarnation:
-        return TrainerIncarnation(trainer, self._processes, heartbeat_s=self._section.heartbeat_s)
+    def _begin_life(self, trainer: TrainerMesh) -> RunningTrainer:
+        return RunningTrainer(trainer, self._processes, heartbeat_s=self._section.heartbeat_s)
 
     async def _open_snapshots(self, trainer: TrainerMesh) -> int:
         every_steps = self._section.snapshot_every_steps
@@ -262,6 +262,11 @@ class TrainerRecovery:
     def num_data_ranks(self) -> int:
         """See ``TrainerMesh``."""
         return self._life.state.mesh.num_data_ranks
+
+    @property
+    def members(self) -> Sequence[Proc]:
+        """Process of each rank."""
+        return self._life.state.mesh.members
 
     @property
     def is_stuck(self) -> bool:
@@ -353,7 +358,7 @@ class TrainerRecovery:
                 if not is_watched or not await life.is_lost_with(error):
                     raise
 
-    async def _living(self) -> TrainerIncarnation:
+    async def _living(self) -> RunningTrainer:
         """Wait for a trainer that is not lost.
 
         Raises:
@@ -374,7 +379,7 @@ class TrainerRecovery:
             if not self._failure.done():
                 self._failure.set_exception(error)
 
-    async def _replace(self, lost: TrainerIncarnation) -> None:
+    async def _replace(self, lost: RunningTrainer) -> None:
         """Start trainers until one has the state of the lost one.
 
         Raises:
@@ -394,7 +399,7 @@ class TrainerRecovery:
                 faults += life.faults if life is not lost else []
                 continue
             self._life.state = life
-            self._life.change(lambda life: None)
+            self._life.wake()
             for fault in faults:
                 self._processes.faults.recovered(
                     fault, f"was replaced; the trainer goes on after step {version}"

@@ -25,7 +25,6 @@ from forgeasync.controller import (
     problem_scores,
     sample_problems,
     summary_table,
-    waited_every_steps,
     without_trainer,
 )
 from forgeasync.environments import EndpointModel, Response
@@ -238,11 +237,6 @@ def test_every_evaluation_that_has_begun_is_on_one_line_and_the_last_version_is_
 def test_beside_training_evaluation_takes_a_quarter_of_the_engines() -> None:
     assert max_beside(make_config("generator={max_num_seqs: 64, num_replicas: 2}")) == 32
     assert max_beside(make_config("generator={max_num_seqs: 3}")) == 1
-
-
-def test_the_clock_expects_only_evaluations_that_training_waits_for() -> None:
-    assert waited_every_steps(make_config("max_steps=50", "evaluation.mode=pinned")) == 20
-    assert waited_every_steps(make_config("max_steps=50")) == 50
 
 
 ENDPOINT = EndpointModel(base_url="http://127.0.0.1:1/v1", model="served")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from forgeasync.config import RunConfig
-from forgeasync.controller import End, Ending, Restart, RestartPolicy, is_death, preparation, take_up
+from forgeasync.controller import End, Ending, Restart, RestartPolicy, is_death, preparation, prepare_run
 from forgeasync.observability import RunDir
 from forgeasync.testing import tiny_config
 
@@ -50,14 +50,14 @@ def test_without_a_larger_max_steps_it_is_said_to_be_done(
     if not has_checkpoints:
         (run_dir.checkpoints / f"step-{NUM_STEPS:08d}" / "run.json").unlink()
     before = sorted(path.name for path in run_dir.path.rglob("*"))
-    assert take_up(config_of(tmp_path, max_steps), "latest") is None and not resumed
+    assert prepare_run(config_of(tmp_path, max_steps), "latest") is None and not resumed
     assert capsys.readouterr().out == (
         f"the run is done: it has made {NUM_STEPS} steps, and max_steps is {max_steps}; its model is "
         f"{run_dir.checkpoints / 'final'}. To go on with it, give a larger max_steps\n"
     )
     assert sorted(path.name for path in run_dir.path.rglob("*")) == before
     folder = run_dir.checkpoints / f"step-{NUM_STEPS:08d}"
-    assert take_up(config_of(tmp_path, max_steps), str(folder)) is None and not resumed
+    assert prepare_run(config_of(tmp_path, max_steps), str(folder)) is None and not resumed
 
 
 def test_with_a_larger_max_steps_from_an_earlier_checkpoint_or_as_a_new_run_it_goes_on(
@@ -66,7 +66,7 @@ def test_with_a_larger_max_steps_from_an_earlier_checkpoint_or_as_a_new_run_it_g
     """A new run is refused by the checks of its folder."""
     earlier = str(make_ended(tmp_path / "run").checkpoints / "step-00000010")
     for max_steps, choice in ((2 * NUM_STEPS, "latest"), (NUM_STEPS, earlier), (NUM_STEPS, None)):
-        take_up(config_of(tmp_path, max_steps), choice)
+        prepare_run(config_of(tmp_path, max_steps), choice)
     assert resumed == ["latest", earlier, None] and capsys.readouterr().out == ""
 
 
@@ -79,7 +79,7 @@ def test_one_that_was_killed_between_its_last_step_and_its_end_goes_on(
         (run_dir.checkpoints / "final").rmdir()
     else:
         run_dir.ledger.write_text('{"event": "opened"}\n')
-    take_up(config_of(tmp_path, NUM_STEPS), "latest")
+    prepare_run(config_of(tmp_path, NUM_STEPS), "latest")
     assert resumed == ["latest"]
 
 

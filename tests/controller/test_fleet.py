@@ -8,7 +8,7 @@ import pytest
 from forgeasync.algorithms import Loss
 from forgeasync.controller import Fleet
 from forgeasync.rollouts import Score, Step, StoredRollout
-from forgeasync.runtime import RefusedGroup, SampledGroup, TeacherFailure, Teaching
+from forgeasync.runtime import RefusedGroup, SampledGroup, TeacherFailure, Teachers
 from forgeasync.schema import ConfigError
 from tests.support.loops import make_config, make_prepared, make_problem
 from tests.support.rollouts import make_stored_rollout
@@ -25,7 +25,7 @@ def make_fleet(
     prepared = make_prepared(make_config())
     generators = SimpleNamespace(free_payloads=AsyncMock(side_effect=freed.extend))
     sampler = SimpleNamespace(sample=AsyncMock(return_value=group))
-    return Fleet(prepared, None, generators, None, sampler, teaching or Teaching())  # type: ignore[arg-type]
+    return Fleet(prepared, None, generators, None, sampler, teaching or Teachers())  # type: ignore[arg-type]
 
 
 def sampled(*steps: Step) -> SampledGroup:

@@ -30,7 +30,7 @@ from forgeasync.config import AgeOf, Interruption, RunConfig, TeacherSection
 from forgeasync.controller import FoundGroups, Resumed, start_roles, starting
 from forgeasync.environments import Response, TaskOrder, sampling_seed
 from forgeasync.files import Refusal
-from forgeasync.generator import EngineStats
+from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.observability import RunDir, root_cause
 from forgeasync.rollouts import (
     EVERY_HOST,
@@ -52,9 +52,8 @@ from forgeasync.runtime import (
     SampledResponse,
     ScoredResponses,
     ScoreQueue,
-    SwappedReplica,
     Teacher,
-    Teaching,
+    Teachers,
 )
 from forgeasync.scoring import AllFiltered, GroupFiltering
 from forgeasync.testing import VirtualTime
@@ -552,11 +551,10 @@ def test_what_a_generator_tells_of_its_running_groups_at_a_swap_reaches_the_buff
     told: list[int] = []
 
     class Telling(Generators):
-        async def finish_update(self, replica: int, version: int) -> list[SwappedReplica]:
+        async def finish_update(self, replica: int, version: int) -> dict[int, SwapReport]:
             progress = (GroupProgress(group_id=replica, version=version, num_running=4, num_tokens=0),)
-            (swap,) = await super().finish_update(replica, version)
-            report = dataclasses.replace(swap.report, progress=progress)
-            return [dataclasses.replace(swap, report=report)]
+            swaps = await super().finish_update(replica, version)
+            return {number: dataclasses.replace(swap, progress=progress) for number, swap in swaps.items()}
 
     async def progressed(groups: Sequence[GroupProgress]) -> None:
         told.extend(progress.group_id for progress in groups)
@@ -632,7 +630,7 @@ def test_a_group_is_scored_before_its_teacher_sees_it_and_then_trains() -> None:
         generators=generators,
         trainer=trainer,
         recorder=recorder,
-        teaching=Teaching({make_problem(0).source: teacher}),
+        teaching=Teachers({make_problem(0).source: teacher}),
     )
     run_loops(run)
     seen = dict(model.seen)

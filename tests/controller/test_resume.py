@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from forgeasync import processes
-from forgeasync.controller import end_own_run, resume, resume_or_begin_anew, take_over
+from forgeasync.controller import claim_run, end_own_run, resume, resume_or_begin_anew
 from forgeasync.files import RUN_MARK, files_of
 from forgeasync.observability import ProcessListFile, RunDir, leftover_processes, release_claims, run_dir
 from forgeasync.processes import is_running
@@ -112,18 +112,18 @@ def kill_at_once(process: subprocess.Popen[str]) -> None:
 def test_a_killed_controller_leaves_nothing_to_the_next_start(tmp_path: Path, started: Start) -> None:
     config = tiny_config(tmp_path).model_copy(update={"run_dir": str(tmp_path)})
     run_dir = RunDir(path=tmp_path)
-    assert take_over(config) == [] and not list(tmp_path.iterdir()), "no run was there"
+    assert claim_run(config) == [] and not list(tmp_path.iterdir()), "no run was there"
     foreign = started(*SLEEP, start_new_session=True)
     with controller(tmp_path) as (process, (marked, listed, folder)):
         with pytest.raises(ConfigError, match=rf"goes on at this moment \(process {process.pid} on "):
-            take_over(config)
+            claim_run(config)
         assert is_running(int(marked)) and is_running(int(listed))
         mark = json.loads(run_dir.lock.read_text())["mark"]
         assert len(list(files_of(mark))) == 2 and Path(folder).is_dir()
         kill_at_once(process)
         # Its folder is left too, until the next start of any run on this machine.
         assert is_running(int(marked)) and is_running(int(listed))
-        words = take_over(config)
+        words = claim_run(config)
         assert f"the controller of this run has died: process {process.pid} on " in words[0]
         assert words[1] == "2 processes that it had left were killed"
         assert not is_running(int(marked)) and not is_running(int(listed))
@@ -142,7 +142,7 @@ def test_a_run_that_ended_in_order_is_no_fault(tmp_path: Path, started: Start) -
     left = started(*SLEEP)
     release_claims()
     # Tests beside this one may leave files, which come after it.
-    assert take_over(config)[0] == "1 processes that it had left were killed"
+    assert claim_run(config)[0] == "1 processes that it had left were killed"
     assert left.wait() == -9
     assert not run_dir.faults.exists()
 
@@ -244,7 +244,7 @@ def test_latest_of_a_run_without_a_checkpoint_begins_anew_and_keeps_what_there_w
     release_claims()
     run_dir.metrics.write_text('{"step": 1}\n')
     run_dir.ledger.write_text("{}\n")
-    take_over(config)
+    claim_run(config)
     assert resume_or_begin_anew(config, "elsewhere/step-00000001") == ("elsewhere/step-00000001", [])
     (run_dir.checkpoints / "final").mkdir(parents=True)
     assert resume_or_begin_anew(config, "latest") == ("latest", []), (

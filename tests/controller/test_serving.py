@@ -11,10 +11,18 @@ from unittest.mock import AsyncMock
 import pytest
 
 from apps.grpo import GrpoRun
-from forgeasync.config import AveragedPolicy, EveryVersions, FixedSource, TeacherSource, WeightsSection
+from forgeasync.config import (
+    AveragedPolicy,
+    EveryVersions,
+    FixedSource,
+    TeacherSection,
+    TeacherSource,
+    TimeoutSection,
+    WeightsSection,
+)
 from forgeasync.controller import WeightServing
 from forgeasync.observability import root_cause
-from forgeasync.runtime import MovingTeacher, ReplicaState
+from forgeasync.runtime import ReplicaState, TeacherEngines
 from forgeasync.trainer import NonFiniteWeights
 from forgeasync.weights import FetchReport, Manifest
 from tests.support.loops import (
@@ -227,7 +235,7 @@ class World:
     trainer: VersionedTrainer
     engines: ReplicaWorld
     """Of the teacher."""
-    teacher: MovingTeacher
+    teacher: TeacherEngines
     serving: WeightServing
 
     async def publish(self, version: int) -> None:
@@ -246,7 +254,8 @@ async def world_of(source: TeacherSource, num_engines: int = 1) -> AsyncIterator
     nothing = Endpoint(AsyncMock(return_value=None))
     buffer = SimpleNamespace(progressed=nothing, set_served_version=nothing)
     async with generators_of(("a", "a")) as generators, generators_of(("a",) * num_engines) as engines:
-        teacher = MovingTeacher(name="t", source=source, router=engines.router)
+        section = TeacherSection(model_path="x", source=source)
+        teacher = TeacherEngines(engines.pool, section, TimeoutSection())
         trainer = VersionedTrainer()
         serving = WeightServing(
             WeightsSection(),

@@ -8,7 +8,7 @@ import pytest
 from apps.grpo import GrpoRun
 from forgeasync.controller import stall_monitor
 from forgeasync.observability import Role
-from forgeasync.runtime import LOCAL_HOST_ID, stalls
+from forgeasync.runtime import LOCAL_HOST_ID, LocalHost, Proc, stalls
 from forgeasync.trainer import StepResult
 from tests.support.loops import Console, Fleet, Recorder, Trainer, make_config, make_run
 from tests.support.standing_still import CALL, standing_still
@@ -64,7 +64,8 @@ async def test_a_loop_that_waits_for_ever_is_named_with_its_call_and_the_stacks(
     trainer, console, fleet = HangingTrainer(), ToldConsole(), Fleet()
     run = start(trainer, console)
     process = standing_still()
-    fleet.listing.put("scorer", 0, pid=process.pid, host=LOCAL_HOST_ID)
+    host = LocalHost(LOCAL_HOST_ID, [])
+    fleet.procs.append(Proc(role="scorer", rank=0, pid=process.pid, host=host))
     running = asyncio.ensure_future(run.run(fleet))  # type: ignore[arg-type]
     told = console.told
     try:

@@ -665,7 +665,7 @@ class PinningRouter:
         """Of the KV cache, in the order in which they are asked for."""
 
     @asynccontextmanager
-    async def pinned(self, num_samples: int) -> AsyncIterator[PinnedReplica]:
+    async def pinned(self, num_samples: int, group_id: int | None = None) -> AsyncIterator[PinnedReplica]:
         yield PinnedReplica()
 
     @contextmanager

@@ -2,7 +2,6 @@
 
 import fcntl
 import io
-import itertools
 import os
 import pty
 import re
@@ -10,6 +9,7 @@ import struct
 import termios
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 from hypothesis import example, given
@@ -20,7 +20,6 @@ from forgeasync.observability import (
     MIN_COLUMNS,
     MIN_LINES,
     ProgressDisplay,
-    RemainingTime,
     StepConsole,
     StepLine,
     progress_lines,
@@ -28,7 +27,7 @@ from forgeasync.observability import (
 from tests.support.step_records import make_step
 
 METRICS = {
-    **make_step(accuracy=0.5).to_dict(),
+    **make_step(accuracy=0.5),
     "step": 7,
     "load/trainer_wait_share": 0.25,
     "generator/num_healthy": 2,
@@ -44,7 +43,7 @@ METRICS = {
 
 def make_line(*, step: int, waited_for: str = "batch 1.2s", **changed: float | None) -> StepLine:
     """Values of None take their key away."""
-    metrics = {**make_step(step=step, accuracy=0.5).to_dict(), **changed}
+    metrics = {**make_step(step=step, accuracy=0.5), **changed}
     metrics = {key: value for key, value in metrics.items() if value is not None}
     return StepLine(metrics=metrics, waited_for=waited_for)
 
@@ -60,7 +59,7 @@ def shown(act: Callable[[StepConsole], None], *, num_columns: int = 80, num_line
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", num_lines, num_columns, 0, 0))
     with open(terminal, "w", encoding="utf-8") as stream:
-        console = StepConsole(60, eval_every_steps=2, stream=stream)
+        console = StepConsole(60, stream=stream)
         try:
             act(console)
         finally:
@@ -208,33 +207,18 @@ def test_set_up_and_evaluation_show_their_name_and_no_steps() -> None:
     assert "ETA" not in text and "0/60" not in text and "training" not in text
 
 
-@given(
-    max_steps=st.integers(1, 60),
-    every=st.none() | st.integers(1, 70),
-    first_step=st.integers(1, 60),
-    step_s=st.floats(0.1, 100.0),
-    eval_s=st.floats(0.1, 1000.0),
-)
-def test_the_estimate_is_exact_where_times_are_constant(
-    max_steps: int, every: int | None, first_step: int, step_s: float, eval_s: float
-) -> None:
-    """Against a run played to its end; one that was resumed has a clock that says anything at first."""
-    first_step = min(first_step, max_steps)
+@pytest.mark.parametrize("first", [1, 31])
+def test_the_time_left_is_at_the_mean_pace_of_this_process(first: int) -> None:
+    """The clock of a resumed run includes what was before."""
 
-    def eval_s_of(step: int) -> float:
-        is_due = every is not None and (step % every == 0 or step == max_steps)
-        return eval_s if is_due else 0.0
+    def act(console: StepConsole) -> None:
+        with console:
+            for number, (elapsed_s, step_s) in enumerate([(110.0, 10.0), (130.0, 20.0)]):
+                changed = {"time/elapsed_s": elapsed_s, "time/step_s": step_s}
+                console.step(make_line(step=first + number, **changed))
 
-    steps = range(first_step, max_steps + 1)
-    begin_s = 0.0 if first_step == 1 else 1234.5
-    ends_s = list(itertools.accumulate((step_s + eval_s_of(step) for step in steps), initial=begin_s))[1:]
-    remaining = RemainingTime(max_steps, every)
-    if every is not None:
-        remaining.add_evaluation(eval_s)
-    for step, end_s in zip(steps, ends_s, strict=True):
-        spent_s = eval_s_of(step)
-        remaining.add(step, elapsed_s=end_s, step_s=step_s + spent_s, eval_s=spent_s)
-        assert remaining.estimate_s() == pytest.approx(ends_s[-1] - end_s, abs=1e-6 * ends_s[-1])
+    left = timedelta(seconds=15 * (60 - first - 1))
+    assert f"ETA {left}" in shown(act, num_columns=120)
 
 
 # --- the board ---

@@ -90,9 +90,9 @@ def test_keys_in_the_code_are_defined() -> None:
 
 
 def test_step_metrics_by_hand() -> None:
-    metrics = make_step().to_dict()
+    metrics = make_step()
     assert {key for key in metrics if not key.startswith("dropped/")} == REQUIRED_KEYS
-    metrics = make_step(accuracy=0.25).to_dict()
+    metrics = make_step(accuracy=0.25)
     assert undefined(metrics) == []
 
     expected = {
@@ -114,7 +114,7 @@ def test_step_metrics_by_hand() -> None:
 
 
 def test_missing_key_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
-    metrics = make_step().to_dict()
+    metrics = make_step()
     del metrics["loss"], metrics["time/elapsed_s"]
     with MetricsWriter(tmp_path / "m.jsonl", tensorboard_dir=None) as writer:
         with pytest.raises(KeyError, match="loss, time/elapsed_s"):
@@ -125,8 +125,8 @@ def test_missing_key_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
 def test_nonfinite_values_become_null_and_are_counted(tmp_path: Path) -> None:
     broken = {**TRAINER, "loss": float("nan"), "grad_norm": float("inf")}
     with MetricsWriter(tmp_path / "m.jsonl", tensorboard_dir=None) as writer:
-        writer.write(make_step(trainer=broken).to_dict())
-        writer.write(make_step().to_dict())
+        writer.write(make_step(trainer=broken))
+        writer.write(make_step())
     first, second = read_json_lines(tmp_path / "m.jsonl")
     assert first["loss"] is None and first["grad_norm"] is None
     assert first["metrics/num_nonfinite"] == 2
@@ -138,11 +138,11 @@ def test_lines_that_a_full_disk_refuses_come_later(tmp_path: Path, monkeypatch: 
     disk = Disk(10_000)
     install(monkeypatch, disk)
     with MetricsWriter(path, tensorboard_dir=None) as writer:
-        writer.write(make_step(step=1).to_dict())
+        writer.write(make_step(step=1))
         whole = path.read_bytes()
         disk.room = len(whole) + 10
         for step in (2, 3):
-            writer.write(make_step(step=step).to_dict())
+            writer.write(make_step(step=step))
             refusal = writer.lines.flush()
             assert refusal is not None and refusal.path == str(path) and "No space" in refusal.reason
             assert path.read_bytes() == whole, "no half of a line"
@@ -150,7 +150,7 @@ def test_lines_that_a_full_disk_refuses_come_later(tmp_path: Path, monkeypatch: 
         assert writer.lines.flush() is None
         assert [line["step"] for line in read_json_lines(path)] == [1, 2, 3]
         disk.room = path.stat().st_size
-        writer.write(make_step(step=4).to_dict())
+        writer.write(make_step(step=4))
         with pytest.raises(OSError, match=r"m\.jsonl lacks its last \d+ bytes: No space left"):
             writer.close()
 
@@ -160,7 +160,7 @@ def test_lines_that_a_full_disk_refuses_come_later(tmp_path: Path, monkeypatch: 
 
 def test_tensorboard_gets_every_key(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "m.jsonl", tensorboard_dir=tmp_path / "tb") as writer:
-        writer.write(make_step(accuracy=0.5).to_dict())
+        writer.write(make_step(accuracy=0.5))
         # Read before close: a killed run keeps its events as well.
         events = EventAccumulator(str(tmp_path / "tb")).Reload()
         assert set(events.Tags()["scalars"]) == set(read_json_lines(tmp_path / "m.jsonl")[0])
@@ -174,12 +174,12 @@ def test_a_full_disk_under_tensorboard_does_not_end_the_run(tmp_path: Path) -> N
     said: list[str] = []
     folder = tmp_path / "tb"
     with MetricsWriter(tmp_path / "m.jsonl", tensorboard_dir=folder, say=said.append) as writer:
-        writer.write(make_step(step=1).to_dict())
+        writer.write(make_step(step=1))
         (events,) = folder.iterdir()
         events.unlink()
         events.symlink_to("/dev/full")
         for step in (2, 3, 4):
-            writer.write(make_step(step=step).to_dict())
+            writer.write(make_step(step=step))
     lines = read_json_lines(tmp_path / "m.jsonl")
     # The second line could not be written, and was written to another file, with the third.
     assert [line["metrics/num_tensorboard_errors"] for line in lines] == [0, 1, 0, 0]
@@ -196,7 +196,7 @@ def test_a_folder_that_tensorboard_cannot_use_does_not_end_the_run(tmp_path: Pat
     (tmp_path / "tb").touch()
     with MetricsWriter(tmp_path / "m.jsonl", tensorboard_dir=tmp_path / "tb", say=said.append) as writer:
         writer.write_initial_evaluation(make_held_out(accuracy=0.5), eval_s=1.0)
-        writer.write(make_step().to_dict())
+        writer.write(make_step())
     lines = read_json_lines(tmp_path / "m.jsonl")
     assert [line["metrics/num_tensorboard_errors"] for line in lines] == [1, 2]
     assert len(said) == 1

@@ -191,7 +191,7 @@ def write_run(folder: Path) -> Path:
         writer.write_initial_evaluation(make_held_out(accuracy=0.1), eval_s=1.0)
         for step in range(1, 5):
             accuracy = 0.1 * step if step % 2 == 0 else None
-            writer.write(make_step(step=step, elapsed_s=30.0 * step, accuracy=accuracy).to_dict())
+            writer.write(make_step(step=step, elapsed_s=30.0 * step, accuracy=accuracy))
     return folder
 
 

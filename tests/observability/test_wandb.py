@@ -68,9 +68,9 @@ def test_every_line_is_in_the_files_of_an_offline_run(tmp_path: Path) -> None:
     wandb = start(tmp_path, said)
     with MetricsWriter(tmp_path / "m.jsonl", tensorboard_dir=None, wandb=wandb) as writer:
         for step in (1, 2, 3):
-            writer.write(make_step(step=step).to_dict())
+            writer.write(make_step(step=step))
         # Made again after a resumption: W&B would refuse a step that is older than its newest.
-        writer.write(make_step(step=2, accuracy=0.5).to_dict())
+        writer.write(make_step(step=2, accuracy=0.5))
     assert said == [] and wandb.num_errors == 0
     history, config = recorded(tmp_path)
     assert [line["step"] for line in history] == [1, 2, 3, 2]
@@ -113,11 +113,11 @@ def test_one_that_hangs_costs_its_lines_alone(tmp_path: Path, monkeypatch: pytes
     path, pid = tmp_path / "m.jsonl", tmp_path / "pid"
     with MetricsWriter(path, tensorboard_dir=None, wandb=wandb) as writer:
         for step in (1, 2):
-            writer.write(make_step(step=step).to_dict())
+            writer.write(make_step(step=step))
         while not (pid.exists() and pid.read_text().endswith("\n")):
             time.sleep(0.01)
         for step in range(3, 23):
-            writer.write(make_step(step=step).to_dict())
+            writer.write(make_step(step=step))
         assert wandb.num_errors == 10
         (words,) = said
         assert words.startswith("W&B: does not take lines any more; the run goes on")

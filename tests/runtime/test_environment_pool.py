@@ -1,16 +1,12 @@
-"""Episodes of workers that die, or that are stuck: real processes, scripted actors. The table of workers."""
+"""Episodes of workers that die, or that are stuck: real processes, scripted actors."""
 
 import asyncio
 import functools
 from contextlib import AbstractAsyncContextManager
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
 from forgeasync.config import Ending, SamplingSection
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome
-from forgeasync.runtime import MAX_STUCK, EpisodeRequest, WorkerReport, WorkerTable
+from forgeasync.runtime import MAX_STUCK, EpisodeRequest, WorkerReport
 from tests.runtime.supervised_world import Process, SupervisedWorld, answers, workers
 from tests.runtime.supervised_world import started as started_pool
 from tests.support.buffer_world import make_task
@@ -138,83 +134,3 @@ async def test_a_worker_that_is_connecting_at_the_end_is_ended_too() -> None:
         world.kill()
         await world.until(lambda: len(world.actors) == 3 and world.actors[2].is_connecting)
         # Leaving has closed the pool, and ``started`` waits for the end of each process.
-
-
-ROOM = 2
-
-
-class WorkersComeAndGo(RuleBasedStateMachine):
-    """Episodes are given to workers that start, die and retire."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = WorkerTable(max_live_per_worker=ROOM)
-        self.starting: set[int] = set()
-        self.ready: set[int] = set()
-        self.retiring: set[int] = set()
-        self.gone: set[int] = set()
-        self.live: list[int] = []
-        """The worker of each episode in flight, on workers that may be gone."""
-
-    @rule()
-    def start(self) -> None:
-        number = self.table.start()
-        assert number not in self.starting | self.ready | self.retiring | self.gone
-        self.starting.add(number)
-
-    @precondition(lambda self: self.starting)
-    @rule(data=st.data())
-    def becomes_ready(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.starting)))
-        self.table.ready(number)
-        self.starting.remove(number)
-        self.ready.add(number)
-
-    @precondition(lambda self: self.ready)
-    @rule(data=st.data())
-    def retires(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.ready)))
-        self.table.retire(number)
-        self.ready.remove(number)
-        self.retiring.add(number)
-
-    @rule(data=st.data())
-    def is_lost(self, data: st.DataObject) -> None:
-        known = self.starting | self.ready | self.retiring | self.gone
-        number = data.draw(st.sampled_from([99, *sorted(known)]))
-        num_lost = self.table.num_lost
-        self.table.lose(number)
-        is_news = number in known - self.gone
-        assert self.table.num_lost == num_lost + is_news
-        for one in (self.starting, self.ready, self.retiring):
-            one.discard(number)
-        if is_news:
-            self.gone.add(number)
-        self.table.ready(number) if number in self.gone else None
-
-    @rule()
-    def an_episode_begins(self) -> None:
-        rooms = {number: self.live.count(number) for number in self.ready}
-        number = self.table.assign()
-        if number is None:
-            assert all(num_live == ROOM for num_live in rooms.values())
-        else:
-            assert rooms[number] == min(rooms.values()) < ROOM
-            self.live.append(number)
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def an_episode_ends(self, data: st.DataObject) -> None:
-        index = data.draw(st.integers(0, len(self.live) - 1))
-        self.table.ended(self.live.pop(index))
-
-    @invariant()
-    def knows_who_is_there(self) -> None:
-        present = self.starting | self.ready | self.retiring
-        assert set(self.table.numbers) == present
-        assert self.table.num_live == sum(number in present for number in self.live)
-        assert set(self.table.retired) == {one for one in self.retiring if one not in self.live}
-
-
-TestWorkersComeAndGo = WorkersComeAndGo.TestCase
-TestWorkersComeAndGo.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)

@@ -191,7 +191,8 @@ class World:
         replica.recovered.set_result(InFlightRead(groups=groups))
 
     @asynccontextmanager
-    async def pinned(self, num_samples: int) -> AsyncIterator[LiveReplica]:
+    async def pinned(self, num_samples: int, group_id: int) -> AsyncIterator[LiveReplica]:
+        self.replicas[-1].groups.add(group_id)
         yield self.replicas[-1]
 
     @contextmanager

@@ -269,7 +269,7 @@ async def test_each_act_starts_when_all_have_ended_the_one_before() -> None:
         assert report is not None and report.is_complete and report.num_bytes_needed == 100
         assert (report.num_bytes_moved, report.fetch_s) == (10 + 12 + 13, 3.0)
         swapped = await world.router.finish_update(0, 7)
-        assert [(one.number, one.report.num_crossing) for one in swapped] == [(0, 0), (2, 2), (3, 3)]
+        assert {number: one.num_crossing for number, one in swapped.items()} == {0: 0, 2: 2, 3: 3}
         acts = ("begin_update", "stage_update", "finish_update")
         assert [name for name, _, _ in world.log] == [name for name in acts for _ in range(6)]
         assert all(called(world, name) == {0, 2, 3} for name in acts)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forgeasync.config import TeacherEndpoint, TeacherSection
+from forgeasync.config import TeacherEndpoint, TeacherSection, TimeoutSection
 from forgeasync.models import character_tokenizer
 from forgeasync.rollouts import (
     NO_ID,
@@ -33,13 +33,13 @@ from forgeasync.rollouts import (
 )
 from forgeasync.runtime import (
     OutageBackoff,
-    PoolTeacher,
     ProcessLost,
     SampledRollout,
-    TaughtGroups,
     Teacher,
+    TeacherEngines,
     TeacherFailure,
-    Teaching,
+    TeacherRecorder,
+    Teachers,
     store_group,
 )
 from forgeasync.scoring import RewardUnavailable
@@ -97,23 +97,24 @@ class Engines:
         return answer
 
 
-def teaching_by(model: Any, section: TeacherSection, *, room: int = 2, limit_s: float = 30.0) -> Teaching:
+def teaching_by(model: Any, section: TeacherSection, *, room: int = 2, limit_s: float = 30.0) -> Teachers:
     teacher = Teacher(name="t", section=section, model=model, prompts=PROMPTS, room=asyncio.Semaphore(room))
-    return Teaching({"sums": teacher}, limit_s)
+    return Teachers({"sums": teacher}, limit_s)
 
 
-def teaching(engines: Engines, *, max_attempts: int = 3, limit_s: float = 30.0) -> Teaching:
+def teaching(engines: Engines, *, max_attempts: int = 3, limit_s: float = 30.0) -> Teachers:
     section = TeacherSection(model_path="x", max_attempts=max_attempts)
-    return teaching_by(PoolTeacher(engines), section, limit_s=limit_s)  # type: ignore[arg-type]
+    model = TeacherEngines(engines, section, TimeoutSection())  # type: ignore[arg-type]
+    return teaching_by(model, section, limit_s=limit_s)
 
 
-def teach(one: Teaching, *scores: Score) -> object:
+def teach(one: Teachers, *scores: Score) -> object:
     return asyncio.run(one.teach(4, TASK, ROLLOUTS, scores or None))  # type: ignore[arg-type]
 
 
 def test_without_teachers_a_group_comes_back_as_it_is() -> None:
-    assert teach(Teaching()) is ROLLOUTS
-    assert Teaching().metrics() == {}
+    assert teach(Teachers()) is ROLLOUTS
+    assert Teachers().metrics() == {}
 
 
 def test_lost_engines_and_refused_answers_are_tried_again() -> None:
@@ -180,7 +181,7 @@ class Server:
         return NEW
 
 
-def served(server: Server, **endpoint: float) -> Teaching:
+def served(server: Server, **endpoint: float) -> Teachers:
     where = TeacherEndpoint(base_url="http://localhost:1/v1", model="m", **endpoint)
     return teaching_by(server, TeacherSection(endpoint=where, max_attempts=1))
 
@@ -223,7 +224,7 @@ def test_a_teacher_is_asked_where_there_is_what_it_shows() -> None:
         ("$feedback;$sibling;$prompt", (wrong, Score(1.0, True, feedback="=2")), None, (2, 2, 7 + 3 + 3)),
     ):
         teacher.section = teacher.section.model_copy(update={"prompt": prompt})
-        assert one.needs_scores(TASK) and not Teaching().needs_scores(TASK)
+        assert one.needs_scores(TASK) and not Teachers().needs_scores(TASK)
         teach(one, *scores)
         first, nothing = server.reads
         assert nothing is WithoutPrompt.NOTHING
@@ -262,7 +263,7 @@ async def taught(
         for index, one in enumerate(rollouts)
     ]
     stored = store_group(PayloadWriter(folder, HOST, MIB), sampled, group_id=7, generator_rank=0)
-    groups = TaughtGroups(
+    groups = TeacherRecorder(
         teacher="t",
         folder=folder,
         host_id=HOST,

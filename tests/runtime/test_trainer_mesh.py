@@ -20,8 +20,8 @@ from forgeasync.models import read_model_facts
 from forgeasync.processes import MemoryPeak
 from forgeasync.runtime import (
     LocalHosts,
-    OrderedThread,
     ProcessManager,
+    SerialExecutor,
     TrainerActor,
     TrainerMesh,
     start_trainer,
@@ -228,7 +228,7 @@ async def test_an_error_has_its_traceback_and_the_next_call_runs() -> None:
     def step() -> None:
         raise ValueError("the loss of row 3")
 
-    thread = OrderedThread("trains")
+    thread = SerialExecutor("trains")
     with pytest.raises(ValueError, match="the loss of row 3") as caught:
         await thread.call(step)
     assert "step" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
@@ -236,7 +236,7 @@ async def test_an_error_has_its_traceback_and_the_next_call_runs() -> None:
 
 
 async def test_what_comes_after_a_cancelled_call_runs_behind_its_work() -> None:
-    thread, log = OrderedThread("trains"), []
+    thread, log = SerialExecutor("trains"), []
     begun, let_go = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -261,7 +261,7 @@ def _call_back_to_back() -> list[tuple[int, float]]:
     sums = []
 
     async def scenario() -> None:
-        thread = OrderedThread("trains")
+        thread = SerialExecutor("trains")
 
         def collective(number: int) -> None:
             found = torch.tensor([float(number)])

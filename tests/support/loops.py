@@ -34,7 +34,7 @@ from forgeasync.controller import Prepared, Roles, RunFiles, StepRecord, StepTim
 from forgeasync.environments import Response
 from forgeasync.files import JsonLines
 from forgeasync.generator import EngineStats, SwapReport
-from forgeasync.observability import FaultLog, HeldOutScores, ProcessListFile, RunDir
+from forgeasync.observability import FaultLog, HeldOutScores, RunDir
 from forgeasync.rollouts import (
     EpisodeOutcome,
     FinishReason,
@@ -49,14 +49,14 @@ from forgeasync.runtime import (
     CancelledGroup,
     GroupSampler,
     GroupScoring,
+    Proc,
     RefusedGroup,
     ReplicaTable,
     ResponseGroups,
     SampledResponse,
     ScoredResponses,
     ScoreQueue,
-    SwappedReplica,
-    Teaching,
+    Teachers,
 )
 from forgeasync.trainer import StepResult, TrainingItem
 from forgeasync.waiting import Monitor
@@ -299,13 +299,13 @@ class Generators:
                 self._fetched[replica] = manifest.version
         return make_fetch(manifest.version, is_complete=is_complete)
 
-    async def finish_update(self, host: int, version: int) -> list[SwappedReplica]:
+    async def finish_update(self, host: int, version: int) -> dict[int, SwapReport]:
         for replica in self.hosts[host]:
             assert version == self._fetched[replica]
             self.swapped.append((replica, version))
-        return [SwappedReplica(number=replica, report=SWAP) for replica in self.hosts[host]]
+        return dict.fromkeys(self.hosts[host], SWAP)
 
-    def record_swap(self, number: int) -> None:
+    def record_swap(self, number: int, swap: SwapReport) -> None:
         self.table.change(lambda table: table.updated(number))
 
     def published(self, version: int) -> None:
@@ -367,6 +367,7 @@ class Trainer:
     """Remembers what it trains on; each step makes a version."""
 
     is_stuck = False
+    members = ()
     num_data_ranks = 2
 
     def __init__(
@@ -516,7 +517,7 @@ class Fleet:
     """Procs that never fail."""
 
     def __init__(self) -> None:
-        self.listing = ProcessListFile()
+        self.procs: list[Proc] = []
         self.generators = None
 
     async def watch(self) -> None:
@@ -554,7 +555,7 @@ def make_roles(
     generators: Generators,
     buffer: LocalBuffer,
     groups: GroupSampler | None = None,
-    teaching: Teaching | None = None,
+    teaching: Teachers | None = None,
     scorer: GroupScoring | None = None,
 ) -> Roles:
     """The generators sample single responses unless ``groups`` are given."""
@@ -572,7 +573,7 @@ def make_roles(
         scorer=scorer,
         buffer=buffer,
         groups=groups,
-        teaching=teaching or Teaching(),
+        teaching=teaching or Teachers(),
         faults=FaultLog(),
     )
 
@@ -586,7 +587,7 @@ def make_run(
     held_out: Sequence[Task] | None = None,
     sets: Mapping[str, list[Task]] | None = None,
     groups: GroupSampler | None = None,
-    teaching: Teaching | None = None,
+    teaching: Teachers | None = None,
 ) -> GrpoRun:
     """A run whose loops are the real ones; without ``held_out`` that is one problem, always solved."""
     prepared = make_prepared(config, [make_problem(10)] if held_out is None else held_out, sets)

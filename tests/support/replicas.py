@@ -198,8 +198,8 @@ class ReplicaWorld:
         if fetched is None or not fetched.is_complete:
             return False
         swapped = await self.router.finish_update(host, version)
-        for one in swapped:
-            self.router.record_swap(one.number)
+        for number, swap in swapped.items():
+            self.router.record_swap(number, swap)
         return bool(swapped)
 
 

@@ -5,7 +5,8 @@ from datetime import datetime
 from pathlib import Path
 
 from forgeasync.config import RunConfig
-from forgeasync.observability import HeldOutScores, StepMetrics
+from forgeasync.controller import StepTimes
+from forgeasync.observability import HeldOutScores, batch_metrics
 from forgeasync.rollouts import FinishReason, Group, StoredRollout, Task
 from tests.support.config_samples import minimal_config
 from tests.support.rollouts import make_stored_rollout
@@ -71,19 +72,17 @@ def make_step(
     elapsed_s: float = 60.0,
     trainer: Mapping[str, float] = TRAINER,
     accuracy: float | None = None,
-) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        policy_version=step,
-        groups=make_groups(),
-        elapsed_s=elapsed_s,
-        step_s=2.0,
-        wait_for_batch_s=0.5,
-        train_s=1.0,
-        publish_weights_s=0.25,
-        num_trained_tokens=16,
-        num_generated_tokens=40,
-        dropped={"too_old": 3},
-        trainer=trainer,
-        held_out=None if accuracy is None else make_held_out(accuracy=accuracy),
-    )
+) -> dict[str, float | int]:
+    """Metrics of a step."""
+    return {
+        "step": step,
+        "policy_version": step,
+        **batch_metrics(make_groups(), trained_version=step - 1),
+        **({} if accuracy is None else make_held_out(accuracy=accuracy).metrics()),
+        "time/elapsed_s": elapsed_s,
+        **StepTimes(step_s=2.0, wait_for_batch_s=0.5, train_s=1.0, publish_weights_s=0.25).metrics(),
+        "throughput/train_tokens_per_s": 8.0,
+        "throughput/generated_tokens_per_s": 20.0,
+        "dropped/too_old": 3,
+        **trainer,
+    }
