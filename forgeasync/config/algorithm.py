@@ -6,9 +6,6 @@ the expectation is then that of another policy.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-from pydantic import model_validator
 
 from forgeasync.algorithms import (
     K1,
@@ -43,8 +40,6 @@ class AlgorithmSection(Loss):
     alone."""
     step_credit: StepCredit = StepCredit.SUM_TO_GO
     """Rule that turns rewards of steps (``Score.steps``) into advantages of tokens."""
-    pass_at_k: Count | None = None
-    """k of ``advantage: group_pass_at_k``. Loading moves it into that section, and it is null here."""
     group_size: Count
     """Rollouts per prompt."""
     groups_per_step: Count
@@ -53,22 +48,6 @@ class AlgorithmSection(Loss):
     """Filters for every scored group, applied in this order; dropped groups are counted."""
     max_filtered_in_a_row: Count = 512
     """Number of groups in a row that filters may drop; then the run ends with an error."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_pass_at_k(cls, values: Any) -> Any:
-        """Move ``pass_at_k`` beside ``advantage: group_pass_at_k`` into that section."""
-        if not isinstance(values, dict):
-            return values
-        # After this validator, pydantic treats the values as Python objects, for which its strict mode
-        # requires tuples instead of lists.
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-        advantage = values.get("advantage")
-        kind = advantage["kind"] if isinstance(advantage, dict) and "kind" in advantage else advantage
-        if kind == GroupPassAtK.model_fields["kind"].default and values.get("pass_at_k") is not None:
-            others = advantage if isinstance(advantage, dict) else {"kind": kind}
-            values["advantage"] = others | {"pass_at_k": values.pop("pass_at_k")}
-        return values
 
     def find_problems(self) -> Iterator[Refusal]:
         """Yield combinations that cannot work; your own code is called with synthetic input."""
@@ -170,8 +149,6 @@ class AlgorithmSection(Loss):
     def _check_pass_at_k(self) -> Iterator[Refusal]:
         advantage = self.advantage
         if not isinstance(advantage, GroupPassAtK):
-            if self.pass_at_k is not None:
-                yield "pass_at_k", "needs algorithm.advantage = 'group_pass_at_k'"
             return
         # Filters can leave fewer rollouts in a group than were sampled.
         smallest = self.group_size
@@ -188,10 +165,9 @@ class AlgorithmSection(Loss):
                 smallest = min(smallest, one.num_kept)
         if advantage.pass_at_k > smallest:
             yield (
-                "pass_at_k",
+                "advantage.pass_at_k",
                 f"must be from 1 to {smallest}, the fewest rollouts of a group that algorithm.group_size and "
                 "algorithm.filters leave",
-                advantage.pass_at_k,
             )
 
 

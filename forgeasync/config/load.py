@@ -281,7 +281,7 @@ def _without_tags(details: ErrorDetails, values: object) -> tuple[str | int, ...
 
 def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], values: object) -> Problem:
     details = errors[0]
-    field = _dotted(_shown_location(location, values)) or "config"
+    field = _dotted(location) or "config"
     value, remedy = details["input"], details["msg"]
     context: Mapping[str, object] = details["ctx"] if "ctx" in details else {}
     match details["type"]:
@@ -328,11 +328,6 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
             key, words = _BOUNDS[kind]
             remedy = f"must be {words} {context[key]}{_meaning(location, values)}"
     return Problem(field=field, value=value, remedy=remedy)
-
-
-def _shown_location(location: tuple[str | int, ...], values: object) -> tuple[str | int, ...]:
-    """Return where a key belongs in the file: beside a section that is given by its kind alone."""
-    return (*location[:-2], location[-1]) if _is_kind_alone(location[:-1], values) else location
 
 
 def _is_kind_alone(location: tuple[str | int, ...], values: object) -> bool:

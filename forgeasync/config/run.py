@@ -76,9 +76,6 @@ class ScorerSection(Section):
     num_replicas: int = Field(default=1, gt=0, le=256)
     """Number of scorers, each with ``num_workers`` processes per reward. A response goes to the least busy
     scorer."""
-    max_concurrent: int = Field(default=8, gt=0, le=1024)
-    """Maximum number of finished groups that are scored at once. Others wait, which does not count against
-    ``score_s``. Responses of groups that are still being sampled are scored in addition."""
     max_in_flight: int = Field(default=16, gt=0, le=4096)
     """Maximum number of responses that one scorer handles at once; others wait in the queue. Rewards that
     wait for servers need a larger number."""

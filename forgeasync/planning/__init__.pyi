@@ -50,7 +50,6 @@ from .memory import group_payload_bytes as group_payload_bytes
 from .memory import groups_outstanding as groups_outstanding
 from .memory import host_memory as host_memory
 from .memory import memory_plan as memory_plan
-from .memory import memory_table as memory_table
 from .parameters import FLOAT32_BYTES as FLOAT32_BYTES
 from .rehearsal_rule import GENERATED as GENERATED
 from .rehearsal_rule import GIB as GIB

@@ -1,17 +1,13 @@
 """Computes the memory of each rank of a run from its config and its model's config.json alone.
 
-``python -m forgeasync.planning.memory --config FILE [--config FILE ...] [key=value ...]`` prints the plan. It
-needs no GPU and no weights. Every number is a formula over config and facts, in bytes;
+Every number is a formula over config and facts, in bytes;
 tests/planning/test_memory_plan.py compares the numbers with the memory that runs allocate.
 """
 
-import argparse
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
 
 from forgeasync.checkpoints import bytes_per_parameter, num_trained, state_bytes
@@ -24,17 +20,14 @@ from forgeasync.config import (
     ProcessLauncher,
     RunConfig,
     ShadowMemory,
-    load_config,
     longest_response,
     num_averages,
     num_hosts,
-    resolve,
     shares_gpus,
     sleeps,
 )
 from forgeasync.models import (
     BYTES_PER_ELEMENT,
-    check_config,
     kept_bytes_per_token,
     num_adapter_parameters,
     published_dtype,
@@ -56,7 +49,7 @@ from forgeasync.planning.parameters import (
     trained_parameters_per_rank,
 )
 from forgeasync.planning.trainer_memory import TrainerMemory, trainer_memory
-from forgeasync.schema import EXIT_REFUSED, ConfigError, Problem, raise_if_any
+from forgeasync.schema import ConfigError, Problem
 
 NOTE = (
     "Memory is within 10 % as measured on CPUs, in float32. Not so exact: rows with fewer than "
@@ -592,42 +585,3 @@ def group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
     of_teacher = teacher_bytes_per_token(config)
     of_response = response * (4 + 4 + routing + kept + marks + of_teacher) + PAYLOAD_HEADER_BYTES
     return of_prompt + config.algorithm.group_size * of_response
-
-
-COLUMNS = 160
-"""Width of the table in characters, also when the output is a pipe."""
-
-
-def memory_table(config: RunConfig) -> Table:
-    """Return the memory plan of a config as a table.
-
-    Raises:
-        ConfigError: the config is invalid, or does not match its model.
-    """
-    facts = read_model_facts(config.model.path)
-    raise_if_any(check_config(config, facts))
-    plan = memory_plan(resolve(config, facts), facts)
-    return plan_table(f"memory of {config.name}", *map(memory_rows, plan))
-
-
-def main() -> int:
-    """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m forgeasync.planning.memory", description="Memory by rank."
-    )
-    parser.add_argument(
-        "--config", action="append", required=True, metavar="FILE", help="YAML file of the run"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces values of the files")
-    arguments = parser.parse_intermixed_args()
-    try:
-        table = memory_table(load_config(arguments.config, arguments.overrides))
-    except ConfigError as error:
-        print(f"refused:\n{error}", file=sys.stderr)
-        return EXIT_REFUSED
-    Console(width=COLUMNS).print(table)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

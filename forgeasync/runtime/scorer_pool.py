@@ -364,7 +364,7 @@ Scoring = asyncio.Future[tuple[Score, ...] | Unscored]
 
 
 class GroupScoring:
-    """Scores groups response by response, at most ``scorer.max_concurrent`` finished groups at once.
+    """Scores groups response by response.
 
     ``finished`` starts scoring a response while others of its group are still being sampled; ``score_group``
     then only waits for it. The score counts only if the finished group contains the same response: if a
@@ -374,14 +374,12 @@ class GroupScoring:
     def __init__(
         self,
         pool: ScoreQueue,
-        section: ScorerSection,
         *,
         compares: Callable[[Task], bool] = lambda task: False,
     ) -> None:
         """``compares`` returns whether a reward of the task compares the responses of a group; these are then
         scored together, once all have ended."""
         self._pool = pool
-        self._places = asyncio.Semaphore(section.max_concurrent)
         self._compares = compares
         self._early: dict[int, dict[int, tuple[Response, Scoring]]] = {}
         """Responses of groups that are still being sampled, by group and index in it."""
@@ -439,19 +437,18 @@ class GroupScoring:
         """
         begun = {} if begun is None else begun
         try:
-            async with self._places:
-                if self._compares(task):
-                    return await self._pool.score(name, task, responses)
-                for index in sorted(set(range(len(responses))) - begun.keys()):
-                    one = f"response {index} of {name}" if len(responses) > 1 else name
-                    scored = self._pool.score(one, task, [responses[index]], first=index)
-                    begun[index] = asyncio.ensure_future(scored)
-                # The group has no scores if any response has none, so the first such response ends the wait.
-                for scoring in asyncio.as_completed(begun.values()):
-                    if isinstance(result := await scoring, Unscored):
-                        return result
-                results = [begun[index].result() for index in range(len(responses))]
-                return tuple(score for one in results if not isinstance(one, Unscored) for score in one)
+            if self._compares(task):
+                return await self._pool.score(name, task, responses)
+            for index in sorted(set(range(len(responses))) - begun.keys()):
+                one = f"response {index} of {name}" if len(responses) > 1 else name
+                scored = self._pool.score(one, task, [responses[index]], first=index)
+                begun[index] = asyncio.ensure_future(scored)
+            # The group has no scores if any response has none, so the first such response ends the wait.
+            for scoring in asyncio.as_completed(begun.values()):
+                if isinstance(result := await scoring, Unscored):
+                    return result
+            results = [begun[index].result() for index in range(len(responses))]
+            return tuple(score for one in results if not isinstance(one, Unscored) for score in one)
         finally:
             for scoring in begun.values():
                 scoring.cancel()
@@ -500,7 +497,7 @@ async def start_scorer(processes: ProcessManager, config: RunConfig) -> GroupSco
     words = isolation if num_replicas == 1 else f"{num_replicas} scorers, in each {isolation}"
     pool = ScoreQueue(calls, section, isolation=words)
     comparing = frozenset(source.name for source in sources if _compares(source))
-    return GroupScoring(pool, section, compares=lambda task: task.source in comparing)
+    return GroupScoring(pool, compares=lambda task: task.source in comparing)
 
 
 def _compares(source: NamedSource) -> bool:

@@ -124,7 +124,7 @@ BAD_PARTS = [
     ("kl={estimator: k4, coefficient: 1}", ["kl.estimator = 'k4'", "'k1', 'k2', 'k3', 'unbiased_k3'"]),
     ("kl=0.1", ["kl = 0.1", "expected a section with the keys estimator, coefficient, where"]),
     ("advantage=gropo", ["advantage = 'gropo'", "expected one of 'grpo', 'dr_grpo'"]),
-    ("advantage=group_pass_at_k", ["algorithm.pass_at_k: required key is missing"]),
+    ("advantage=group_pass_at_k", ["algorithm.advantage.pass_at_k: required key is missing"]),
     ("kl={estimator: k3, coefficient: 0}", ["kl.coefficient = 0", "at least 1e-30"]),
     ("advantage={kind: group_pass_at_k, pass_at_k: 0}", ["pass_at_k = 0", "greater than 0"]),
     ("advantage=3", ["advantage = 3", "a section with the keys kind (one of 'grpo'"]),

@@ -126,10 +126,9 @@ algorithm.group_size=1 => algorithm.group_size = 1 | at least 2: advantage 'grpo
 algorithm={group_size: 1, advantage: reinforce_pp, filters: [{kind: dynamic_sampling}]}
 algorithm.groups_per_step=2
     => algorithm.group_size = 1 | (algorithm.filters.0), which drops every group of 1: the run would starve
-algorithm.pass_at_k=2 => algorithm.pass_at_k = 2 | needs algorithm.advantage = 'group_pass_at_k'
-algorithm.advantage={kind: group_pass_at_k, pass_at_k: 5} => algorithm.pass_at_k = 5 | from 1 to 4
+algorithm.advantage={kind: group_pass_at_k, pass_at_k: 5} => algorithm.advantage.pass_at_k = 5 | from 1 to 4
 algorithm.advantage={kind: group_pass_at_k, pass_at_k: 3}; algorithm.filters=[{kind: overlong_filter}]
-    => algorithm.pass_at_k = 3 | from 1 to 2
+    => algorithm.advantage.pass_at_k = 3 | from 1 to 2
 algorithm.filters=[{kind: resample_on_correct, num_kept: 4}]
     => algorithm.filters.0.num_kept = 4 | less than algorithm.group_size = 4
 # Code of one's own.

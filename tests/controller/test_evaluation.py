@@ -340,7 +340,7 @@ async def test_every_sample_of_an_endpoint_is_kept_and_counted(tmp_path: Path) -
     with serving(answer) as server, folder:
         groups = EndpointResponses(
             EndpointModel(base_url=server.url, model="served", max_retries=0),
-            GroupScoring(ScoreQueue([score_by_text], section), section),
+            GroupScoring(ScoreQueue([score_by_text], section)),
             system_prompt="be brief",
             limit_s=20.0,
         )

@@ -98,7 +98,7 @@ def run_scored_by(score: Callable[..., Awaitable[ScoredResponses]], recorder: Re
     """Run to the end with another scorer than ``score_by_text``."""
     config = make_config()
     run = make_run(config, recorder=recorder)
-    run.scorer = run.lifecycle._scorer = GroupScoring(ScoreQueue([score], config.scorer), config.scorer)
+    run.scorer = run.lifecycle._scorer = GroupScoring(ScoreQueue([score], config.scorer))
     run_loops(run)
 
 

@@ -23,7 +23,6 @@ from forgeasync.planning import (
     generator_memory,
     generator_parameters_per_rank,
     memory_plan,
-    memory_table,
     trainer_memory,
     trainer_parameters_per_rank,
     weight_times,
@@ -122,17 +121,12 @@ def test_memory_follows_the_config(config: RunConfig, facts: ModelFacts) -> None
     assert "shadow weights" not in generator
 
 
-def test_the_dry_run_and_the_memory_command_print_the_same(config: RunConfig, facts: ModelFacts) -> None:
-    whole, memory = render(config, facts), shown(memory_table(config))
+def test_the_dry_run_prints_the_memory_plan(config: RunConfig, facts: ModelFacts) -> None:
+    text = render(config, facts)
     for section in memory_plan(config, facts):
         for item in section.items:
-            rows = [
-                [cell.strip() for cell in line.strip("│").split("│")]
-                for text in (whole, memory)
-                for line in text.splitlines()
-                if f" {section.owner}: {item.name} " in line
-            ]
-            assert len(rows) == 2 and rows[0] == rows[1] and rows[0][2] == item.how
+            (line,) = (one for one in text.splitlines() if f" {section.owner}: {item.name} " in one)
+            assert item.how in line
 
 
 def test_30b_table(config: RunConfig, facts: ModelFacts) -> None:

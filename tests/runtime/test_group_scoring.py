@@ -61,7 +61,7 @@ def pool_of(*calls: Call, is_whole: bool = False, **section: float) -> tuple[Sco
     """Scorers that are called; with ``is_whole`` by one call for each group."""
     config = ScorerSection(**section)  # type: ignore[arg-type]
     pool = ScoreQueue(list(calls), config, retry_wait_s=0.0, isolation="walls")
-    return pool, GroupScoring(pool, config, compares=lambda task: is_whole)
+    return pool, GroupScoring(pool, compares=lambda task: is_whole)
 
 
 class Answers:
@@ -231,7 +231,7 @@ class TestGroupScoring:
             num_running -= 1
             return scored(0.5)
 
-        _, groups = pool_of(call, max_concurrent=3)
+        _, groups = pool_of(call, max_in_flight=3)
         await asyncio.gather(*(groups.score(f"group {number}", TASK, responses(1)) for number in range(10)))
         assert most == 3
 

@@ -312,7 +312,7 @@ async def test_a_group_waits_for_a_judge_that_is_down_and_is_scored_later(
     pool = ScoreQueue([call], scorer)
     server.go_down()
     responses = [response(text) for text in ("a", "b", "c", "d")]
-    waiting = asyncio.create_task(GroupScoring(pool, scorer).score_group(7, TASK, responses))
+    waiting = asyncio.create_task(GroupScoring(pool).score_group(7, TASK, responses))
     while pool.metrics()["score/num_deferred"] < 6:
         await asyncio.sleep(0.01)
     assert not waiting.done()

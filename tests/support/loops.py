@@ -351,7 +351,7 @@ async def score_by_text(task: Task, responses: Sequence[Response], first: int) -
 
 
 def make_scoring(config: RunConfig) -> GroupScoring:
-    return GroupScoring(ScoreQueue([score_by_text], config.scorer), config.scorer)
+    return GroupScoring(ScoreQueue([score_by_text], config.scorer))
 
 
 class Console:
