@@ -53,15 +53,8 @@ class GeneratorSection(Section):
 
     num_replicas: Procs = 1
     """Number of engines, each in its own Monarch process."""
-    num_spares: int = Field(default=0, ge=0, le=64)
-    """Number of additional engines that hold the newest weights and get no groups until one of them replaces
-    a lost engine. They need as much memory and as many GPUs as the others."""
     heartbeat_s: float = Field(default=8.0, ge=1.0, le=3600.0)
     """Time without an answer after which an engine's process is killed and replaced."""
-    slow_factor: float | None = Field(default=None, ge=1.5, le=1000.0)
-    """Ratio of an engine's decode step time to the median of the other engines, at a similar number of
-    sequences, above which the engine counts as slow. A slow engine gets no new groups after 15 s and is
-    replaced after 40 s. null: engines are not compared; use this for engines on unequal hardware."""
     max_restarts: int = Field(default=5, gt=0, le=1000)
     """Number of engines in a row that may fail before they sample; then the run ends."""
     max_lost_per_group: int = Field(default=3, gt=0, le=100)
@@ -90,11 +83,6 @@ class GeneratorSection(Section):
     batch_invariant: bool = False
     """Make a response's tokens and log-probabilities bitwise independent of the other sequences in the batch.
     A synchronous run then has the same losses every time, even if it was interrupted. Costs some speed."""
-
-    @property
-    def num_engines(self) -> int:
-        """Number of engines that a run starts, including spares."""
-        return self.num_replicas + self.num_spares
 
     def find_problems(self) -> Iterator[Refusal]:
         """Yield a forward pass that is too small for its sequences."""

@@ -170,7 +170,7 @@ def _check_accounting(config: RunConfig) -> Iterator[Refusal]:
 
 def _check_numbers(config: RunConfig) -> Iterator[Refusal]:
     """Check seeds and schedules."""
-    last_replica = config.generator.num_engines - 1
+    last_replica = config.generator.num_replicas - 1
     if config.seed + last_replica > MAX_SEED:
         yield (
             "seed",
@@ -225,7 +225,7 @@ def _check_launcher(config: RunConfig) -> Iterator[Refusal]:
     counts, num_procs = num_hosts(launcher), config.trainer.parallel.num_procs
     for role, hosts, field, count in (
         ("trainer", counts.trainer, "trainer.parallel.num_procs", num_procs),
-        ("generators", counts.generators, "generator.num_replicas", generator.num_engines),
+        ("generators", counts.generators, "generator.num_replicas", generator.num_replicas),
     ):
         if count % hosts:
             remedy = f"must divide {field} = {count}: every host gets the same number"
@@ -240,7 +240,7 @@ def _check_launcher(config: RunConfig) -> Iterator[Refusal]:
             f"trainer.parallel.num_procs = {num_procs} on launcher.hosts.trainer = {counts.trainer} needs "
             f"{num_procs // counts.trainer} GPUs per host; give the trainer more hosts or fewer processes",
         )
-    tensor, replicas = generator.tensor_parallel, generator.num_engines // counts.generators
+    tensor, replicas = generator.tensor_parallel, generator.num_replicas // counts.generators
     if tensor > gpus:
         remedy = f"must be at most launcher.gpus_per_host = {gpus}: all GPUs of an engine are on one host"
         yield "generator.tensor_parallel", remedy
@@ -596,7 +596,7 @@ def sleeps(config: RunConfig) -> bool:
 def num_gpus_needed(config: RunConfig) -> int:
     """Return the number of GPUs (without GPUs: CPU processes) of trainer, generators and teachers."""
     generator, of_trainer = config.generator, config.trainer.parallel.num_procs
-    of_generators = generator.num_engines * generator.tensor_parallel
+    of_generators = generator.num_replicas * generator.tensor_parallel
     if shares_gpus(config):
         return max(of_trainer, of_generators)
     teachers = config.teachers.values()
@@ -617,12 +617,11 @@ def check_gpus(config: RunConfig, num_gpus: int, *, num_of_rewards: int = 0) -> 
     )
     is_local = isinstance(config.launcher, LocalLauncher)
     if is_local and 0 < num_gpus < needed + num_of_rewards:
-        spares = ", spares included" if generator.num_spares else ""
-        of_generators = f"{generator.num_engines} x {generator.tensor_parallel}"
-        sum_of_roles = f"{of_generators} + {num_trainer}{spares}"
+        of_generators = f"{generator.num_replicas} x {generator.tensor_parallel}"
+        sum_of_roles = f"{of_generators} + {num_trainer}"
         advice = "; launcher.share_gpu=true puts trainer and generators on the same GPUs"
         if shares_gpus(config):
-            sum_of_roles, advice = f"the larger of {of_generators}{spares} and {num_trainer}", ""
+            sum_of_roles, advice = f"the larger of {of_generators} and {num_trainer}", ""
         rewards = f", less {num_of_rewards} of process reward models" if num_of_rewards else ""
         yield refuse(
             config,

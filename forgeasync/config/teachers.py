@@ -157,7 +157,7 @@ class TeacherSection(Section):
     @property
     def num_engines(self) -> int:
         """Number of engines that the run starts for the teacher."""
-        return 0 if self.endpoint is not None else self.engine.num_engines
+        return 0 if self.endpoint is not None else self.engine.num_replicas
 
     def path(self, policy: str) -> str:
         """Return the folder or hub id of its engines' initial weights; ``policy`` is ``model.path``."""

@@ -86,7 +86,7 @@ def check_local_gpus(
     reserved = places_of_rewards(config, len(found.gpus))
     found = replace(found, gpus=tuple(gpu for place, gpu in enumerate(found.gpus) if place not in reserved))
     plans: tuple[RolePlan, ...] = (generator_plan(config, facts),)
-    num_needed = config.generator.num_engines * config.generator.tensor_parallel
+    num_needed = config.generator.num_replicas * config.generator.tensor_parallel
     if trains:
         plans = (trainer_plan(config, facts), *plans)
         needed = num_gpus_needed(config)
@@ -120,7 +120,7 @@ async def check_gpus_of_hosts(config: RunConfig, facts: ModelFacts, hosts: Hosts
     counts, generator = num_hosts(launcher), config.generator
     trainers, generators = await asyncio.gather(hosts.gpus(HostRole.TRAINER), hosts.gpus(HostRole.GENERATORS))
     num_of_trainer = config.trainer.parallel.num_procs // counts.trainer
-    num_of_generators = generator.num_engines // counts.generators * generator.tensor_parallel
+    num_of_generators = generator.num_replicas // counts.generators * generator.tensor_parallel
     problems, warnings = _judge(
         config,
         [

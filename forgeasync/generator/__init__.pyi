@@ -32,7 +32,6 @@ from .in_flight_recorder import PART_ARGUMENT as PART_ARGUMENT
 from .in_flight_recorder import TURN_ARGUMENT as TURN_ARGUMENT
 from .reexecution import RecordedRequest as RecordedRequest
 from .reexecution import first_difference as first_difference
-from .reports import DecodeSteps as DecodeSteps
 from .token_scores import read_given_scores as read_given_scores
 from .token_scores import read_scores as read_scores
 from .turns import EngineEpisode as EngineEpisode

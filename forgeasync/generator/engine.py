@@ -488,7 +488,6 @@ class GeneratorEngine:
         return EngineStats(
             num_generated_tokens=self._num_generated_tokens,
             busy_s=self.busy.total_s,
-            decode_steps=self._client.step_times.counts(),
             num_log_failures=self._recorder.num_failures,
         )
 

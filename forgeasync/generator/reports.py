@@ -1,25 +1,16 @@
 """Reports of engines and the clocks behind them. Importing this module does not import vLLM."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forgeasync.processes import MemoryPeak
 from forgeasync.rollouts import GroupProgress
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.request import Request
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeSteps:
-    """Count and time of steps in which every sequence decoded one token, at similar numbers of sequences."""
-
-    num_steps: int = 0
-    took_s: float = 0.0
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +25,6 @@ class EngineStats:
 
     After a failure, groups that were open restart from the prompt if the engine dies.
     """
-    decode_steps: Mapping[int, DecodeSteps] = field(default_factory=dict)
-    """Decode steps by the bit length of the number of sequences."""
     memory: MemoryPeak | None = None
     """Peak memory of the generator's largest process; None if not measured."""
 
@@ -126,37 +115,3 @@ class BusyClock:
             self._num_running -= 1
             if self._num_running == 0:
                 self._before_s += time.perf_counter() - self._since_s
-
-
-class EngineStepTimes:
-    """Time of steps in which every sequence decodes one token, by the number of sequences.
-
-    Other steps are excluded, because their times do not compare between engines: some compute a prompt, or
-    recompute what a weight update made invalid. A step counts only if every sequence in it has sampled, and
-    each of them sampled in the step before as well. Pauses between steps do not count.
-
-    Only the engine's thread writes; any thread may read.
-    """
-
-    def __init__(self) -> None:
-        self._before: frozenset[str] = frozenset()
-        """Ids of requests that sampled in the previous step."""
-        self._counts: dict[int, DecodeSteps] = {}
-
-    def stepped(
-        self, outputs: "EngineCoreOutputs | None", running: "Sequence[Request]", step_s: float
-    ) -> None:
-        """Record a step; ``running`` are the sequences that continue after it."""
-        sampled = [] if outputs is None else [one.request_id for one in outputs.outputs if one.new_token_ids]
-        before, self._before = self._before, frozenset(sampled)
-        if not sampled or not before.issuperset(sampled):
-            return
-        if not self._before.issuperset(one.request_id for one in running):
-            return
-        load = len(sampled).bit_length()
-        known = self._counts.get(load, DecodeSteps())
-        self._counts[load] = DecodeSteps(num_steps=known.num_steps + 1, took_s=known.took_s + step_s)
-
-    def counts(self) -> dict[int, DecodeSteps]:
-        """Return the counted steps by the bit length of the number of sequences in them."""
-        return dict(self._counts)

@@ -107,7 +107,7 @@ def _trainer_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLauncher
 
 def _generator_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLauncher) -> HostNeeds:
     generator = config.generator
-    num_replicas = generator.num_engines // num_hosts(launcher).generators
+    num_replicas = generator.num_replicas // num_hosts(launcher).generators
     machine = Machine.GPU if launcher.kind != "process" and launcher.gpus_per_host else Machine.CPU
     # The replicas of a host share one receive buffer; each replica has its own merged weights.
     received = received_bytes(config, facts) + host_shadow_bytes(config, facts, machine)

@@ -337,7 +337,7 @@ def check_memory(
         return
     counts, generator = count_parameters(facts), config.generator
     weights, kv_cache, *_ = engine_memory(config, facts, counts, section="generator")
-    num_engines = generator.num_engines * generator.tensor_parallel
+    num_engines = generator.num_replicas * generator.tensor_parallel
     others = num_engines * weights.num_bytes
     parts = [f"{_gib(others)} GiB for the weights of {num_engines} engine processes"]
     if trains:
@@ -371,7 +371,7 @@ def _all_teacher_bytes(config: RunConfig) -> int:
     total = 0
     for name, (weights, kv_cache, *_) in teacher_memory(config, Machine.CPU):
         engine = config.teachers[name].engine
-        total += engine.num_engines * engine.tensor_parallel * (weights.num_bytes + kv_cache.num_bytes)
+        total += engine.num_replicas * engine.tensor_parallel * (weights.num_bytes + kv_cache.num_bytes)
     return total
 
 
@@ -422,7 +422,7 @@ def shared_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> tup
     assert isinstance(launcher, LocalLauncher | ProcessLauncher)
     hosts = 1 if isinstance(launcher, LocalLauncher) else num_hosts(launcher).generators
     moving = [one for one in config.teachers.values() if one.moves]
-    engines = config.generator.num_engines + sum(one.num_engines for one in moving)
+    engines = config.generator.num_replicas + sum(one.num_engines for one in moving)
     weights = (
         staging_bytes(config, facts)
         + (hosts + len(moving)) * received_bytes(config, facts)
@@ -530,7 +530,7 @@ def _asleep(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[Memo
     if machine is Machine.CPU or not sleeps(config):
         return []
     generator = config.generator
-    num_ranks = generator.num_engines * generator.tensor_parallel
+    num_ranks = generator.num_replicas * generator.tensor_parallel
     num_bytes = num_ranks * _weights(config, facts, count_parameters(facts))
     how = "generator.colocated: sleep"
     return [MemoryItem(name="weights of engines that sleep", num_bytes=num_bytes, how=how)]

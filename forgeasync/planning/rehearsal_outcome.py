@@ -82,7 +82,7 @@ def _processes(config: RunConfig, run_dir: RunDir) -> Iterator[Finding]:
     num_engines = _num_logs(run_dir, r"generator-\d+")
     yield _finding(
         "generators",
-        num_engines == generator.num_engines,
+        num_engines == generator.num_replicas,
         f"{num_engines} engines of {generator.tensor_parallel} tensor-parallel processes",
     )
     others = [name for name in ("scorer", "buffer", "environment") if _num_logs(run_dir, rf"{name}-\d+")]

@@ -110,7 +110,7 @@ def _on_hosts(config: RunConfig) -> RunConfig:
     """Return the config on the fewest hosts of ``GPUS_OF_HOST`` GPUs that divide each role evenly."""
     generator = config.generator
     num_trainer = _num_hosts(config.trainer.parallel.num_procs, 1)
-    num_generators = _num_hosts(generator.num_engines, generator.tensor_parallel)
+    num_generators = _num_hosts(generator.num_replicas, generator.tensor_parallel)
     hosts = HostNames(
         trainer=tuple(f"trainer-{number}" for number in range(num_trainer)),
         generators=tuple(f"generators-{number}" for number in range(num_generators)),
@@ -133,7 +133,7 @@ def _processes(config: RunConfig, *, are_hosts_assumed: bool) -> list[Row]:
     split = f"{generator.num_replicas} replicas x {generator.tensor_parallel} tensor-parallel"
     if generator.expert_parallel:
         split += ", experts split over them"
-    num_generators = generator.num_engines * generator.tensor_parallel
+    num_generators = generator.num_replicas * generator.tensor_parallel
     return [
         ("GPUs, all", str(num_all), "on a machine without GPUs: CPU processes"),
         ("GPUs, trainer", str(num_trainer), f"{num_trainer} processes of 1"),

@@ -91,12 +91,7 @@ from .placement import GpuAllocator as GpuAllocator
 from .placement import spawn_role as spawn_role
 from .process_manager import make_folders as make_folders
 from .process_manager import read_report as read_report
-from .replica_states import Pace as Pace
-from .replica_states import REPLACE_S as REPLACE_S
 from .replica_states import ReplicaState as ReplicaState
-from .replica_states import SUSPECT_S as SUSPECT_S
-from .replica_states import SlowReplicas as SlowReplicas
-from .replica_states import WINDOW_S as WINDOW_S
 from .router import GroupGivenUp as GroupGivenUp
 from .router import MAX_FAILED_FETCHES as MAX_FAILED_FETCHES
 from .scorer import ResponseScoring as ResponseScoring

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -24,9 +23,8 @@ from forgeasync.runtime.generator import GeneratorActor
 from forgeasync.runtime.job_hosts import Host
 from forgeasync.runtime.jobs import HostRole
 from forgeasync.runtime.process_manager import ProcessManager
-from forgeasync.runtime.replica_states import LIVE, Pace, ReplicaState, ReplicaTable, SlowReplicas
+from forgeasync.runtime.replica_states import ReplicaState, ReplicaTable
 from forgeasync.runtime.supervised import (
-    LOOK_S,
     Proc,
     ProcessLost,
     RestartBudget,
@@ -44,9 +42,6 @@ logger = logging.getLogger(__name__)
 
 SUSPECT_SHARE = 0.5
 """A generator gets no new groups once a heartbeat takes this share of ``generator.heartbeat_s``."""
-
-STALL_S = 1.0
-"""Delay of a check that shows that the controller itself was stopped, in seconds."""
 
 SpawnReplica = Callable[[int, int], Awaitable[Spawned[GeneratorActor]]]
 """Starts the process of a rank and a number, and loads its engine."""
@@ -87,7 +82,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         title: str = "generator",
         key: str = "generator",
     ) -> None:
-        """``hosts`` has the host of every rank; the last ``section.num_spares`` ranks begin as spares.
+        """``hosts`` has the host of every rank.
 
         ``title`` names the processes in messages, and ``key`` the config section that ``section`` is.
         """
@@ -107,11 +102,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         """States of the generators, whose changes loops wait for."""
         self.connect: ConnectReplica | None = None
         """Connects a joining generator to the weights; None until weights are connected."""
-        self._spares = set(range(len(hosts) - section.num_spares, len(hosts)))
-        """Ranks whose next generator starts as a spare."""
         self._budget = RestartBudget(section.max_restarts - 1)
-        self._slow = None if section.slow_factor is None else SlowReplicas(section.slow_factor)
-        self._looked_s = time.monotonic()
         self._open_faults: dict[int, list[Fault]] = {}
         """Losses without a healthy replacement yet, by rank."""
         self._lost_stats = EngineStats(num_generated_tokens=0, busy_s=0.0)
@@ -182,7 +173,6 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
                 free.append(len(self._hosts) - 1)
             places.append(free.pop(0))
         for rank in places:
-            self._spares.discard(rank)
             self._background.start(self._start(rank))
         return f"starting generators {places}" if places else "as many are running already"
 
@@ -233,8 +223,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             return await super()._set_up(rank, number)
 
     def _begin(self, rank: int) -> int:
-        host, is_spare = self._hosts[rank].id, rank in self._spares
-        return self.table.change(lambda table: table.start(rank, host, is_spare=is_spare))
+        return self.table.change(lambda table: table.start(rank, self._hosts[rank].id))
 
     async def _join(self, replica: LiveReplica) -> None:
         if self.connect is not None:
@@ -265,21 +254,12 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             error = RuntimeError(f"{replica.name} {fault.what}")
             self._failure = self._failure or self._exhausted(replica.rank, error)
         self._forget(replica)
-        is_wanted, is_spare = known.state is not ReplicaState.DRAINING, known.is_spare
+        is_wanted = known.state is not ReplicaState.DRAINING
         self.table.change(lambda table: table.lose(replica.number))
-        promoted = None
-        if is_wanted and not is_spare:
-            promoted = self.table.change(lambda table: table.promote())
-        if not is_wanted:
-            self._faults.recovered(fault, "was to be removed")
-        elif promoted is not None:
-            spare = self._replicas[promoted]
-            self._spares.discard(spare.rank)
-            self._faults.recovered(fault, f"was replaced by the spare {spare.name}")
-        else:
+        if is_wanted:
             self._open_faults.setdefault(replica.rank, []).append(fault)
-        if is_spare or promoted is not None:
-            self._spares.add(replica.rank)
+        else:
+            self._faults.recovered(fault, "was to be removed")
         return is_wanted
 
     def _forget(self, replica: LiveReplica) -> None:
@@ -290,8 +270,6 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             num_generated_tokens=before.num_generated_tokens + stats.num_generated_tokens,
             busy_s=before.busy_s + stats.busy_s,
         )
-        if self._slow is not None:
-            self._slow.forget(replica.number)
 
     async def _clean_up(self, replica: LiveReplica) -> None:
         self._tell_listeners()
@@ -326,51 +304,18 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
 
     # Health.
 
-    async def _look(self) -> None:
-        now_s = time.monotonic()
-        is_late = now_s - self._looked_s > LOOK_S + STALL_S
-        self._looked_s = now_s
-        if self._slow is not None and is_late:
-            self._slow.restart()
-        elif self._slow is not None:
-            self._slow.judge(now_s=now_s)
-        await super()._look()
-
     def _look_at(self, replica: LiveReplica) -> str | None:
         if (what := super()._look_at(replica)) is not None:
             return what
         if is_engine_dead(replica.heartbeat.error):
             return "has an engine that has died"
         if replica.heartbeat.silent_s > SUSPECT_SHARE * self._section.heartbeat_s:
-            self._suspect(replica)
-        return self._slowness(replica)
+            self.table.change(lambda table: table.suspect(replica.number))
+        return None
 
     def _heard(self, replica: LiveReplica, answer: EngineStats) -> None:
         self.heard(replica, answer)
-        if self._slow is not None and self.table.state.of(replica.number).state in LIVE:
-            counts = {load: (one.num_steps, one.took_s) for load, one in answer.decode_steps.items()}
-            self._slow.heard(replica.number, counts, now_s=time.monotonic())
-        if self._slow is None or self._slow.pace(replica.number) is Pace.LIKE_PEERS or self._is_idle(replica):
-            # An idle generator gets groups again, since only work can show whether it is still slow.
-            self.table.change(lambda table: table.clear(replica.number))
-
-    def _is_idle(self, replica: LiveReplica) -> bool:
-        return self.table.state.of(replica.number).num_live == 0
-
-    def _slowness(self, replica: LiveReplica) -> str | None:
-        """Mark a slow generator as suspect; return the problem once it has been slow for too long."""
-        if self._slow is None or (ratio := self._slow.ratio(replica.number)) is None:
-            return None
-        pace = self._slow.pace(replica.number)
-        if pace is Pace.SUSPECT and not self._is_idle(replica):
-            self._suspect(replica)
-        if pace is not Pace.SLOW:
-            return None
-        limit = f"{self._key}.slow_factor = {self._section.slow_factor:g}"
-        return f"is slow: its steps take {ratio:.1f} times as long as those of its peers ({limit})"
-
-    def _suspect(self, replica: LiveReplica) -> None:
-        self.table.change(lambda table: table.suspect(replica.number))
+        self.table.change(lambda table: table.clear(replica.number))
 
 
 async def spawn_engine(

@@ -1,6 +1,6 @@
-"""States of the generators, the choice of the one that gets the next group, and the detection of slow ones.
+"""States of the generators, and the choice of the one that gets the next group. Pure.
 
-Both are pure. The states:
+The states:
 
     starting ──► stale ──► healthy ◄──► suspect
         └──────────────────►  │            │          every state but the last two:
@@ -10,21 +10,9 @@ Both are pure. The states:
 A generator starts with version 0, the model folder. It is healthy at once if no version was published yet.
 Otherwise it is stale until an update has ended. The update loads the version that is the newest when it
 begins; that version must not be older than the version that all healthy generators serve. So the served
-version, the lowest of all healthy generators, never decreases. Only healthy generators that are not spares
-get groups.
-
-A generator is slow if its decode steps take longer than those of its peers. A decode step adds one token to
-every sequence, and takes longer with more sequences. Therefore steps are compared only with those of peers at
-a similar load, within a factor of two. A generator's ratio is the time of its steps in the last ``WINDOW_S``
-seconds, divided by the time that the same steps would take at the median pace of its peers. It is slow while
-the ratio is above a factor. If no peer has a similar load, a lower bound of the ratio is used if it is above
-the factor. Without evidence, the time for which a generator counts as slow does not change; a single
-generator never has evidence. Prefills and updates are not decode steps (``generator/reports.py``).
+version, the lowest of all healthy generators, never decreases. Only healthy generators get groups.
 """
 
-import statistics
-from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -37,7 +25,7 @@ class ReplicaState(StrEnum):
     """It runs, but its weights are not the newest yet."""
     HEALTHY = "healthy"
     SUSPECT = "suspect"
-    """It does not answer, or is slower than its peers; it keeps its groups and gets no new ones."""
+    """It does not answer; it keeps its groups and gets no new ones."""
     DRAINING = "draining"
     """It finishes its groups and is then removed."""
     DEAD = "dead"
@@ -58,7 +46,6 @@ class Replica:
     rank: int
     """Place of the generator; its replacement gets the same."""
     host: str
-    is_spare: bool
     state: ReplicaState = ReplicaState.STARTING
     version: int = 0
     updating_to: int | None = None
@@ -81,12 +68,12 @@ class ReplicaTable:
     """Generators of each host, including ended ones."""
     _next_number: int = 0
 
-    def start(self, rank: int, host: str, *, is_spare: bool = False) -> int:
+    def start(self, rank: int, host: str) -> int:
         """Add a generator that starts at a free place; return its number."""
         assert all(one.rank != rank for one in self.present), f"rank {rank} is taken"
         number = self._next_number
         self._next_number += 1
-        one = Replica(number=number, rank=rank, host=host, is_spare=is_spare)
+        one = Replica(number=number, rank=rank, host=host)
         self._replicas[number] = one
         self._by_host.setdefault(host, []).append(one)
         return number
@@ -179,21 +166,12 @@ class ReplicaTable:
             one.state = ReplicaState.DEAD
             self._settle()
 
-    def promote(self) -> int | None:
-        """Turn a healthy spare into a working generator; return its number, or None without a spare."""
-        spares = [one for one in self.present if one.is_spare and one.state is ReplicaState.HEALTHY]
-        if not spares:
-            return None
-        spare = min(spares, key=lambda one: one.rank)
-        spare.is_spare = False
-        return spare.number
-
     def assign(self, num_rollouts: int) -> int | None:
         """Assign rollouts to the healthy generator with the fewest; return its number, if there is one."""
         # This runs for every group, and there can be hundreds of generators.
         chosen: Replica | None = None
         for one in self._replicas.values():
-            if one.state is not ReplicaState.HEALTHY or one.is_spare:
+            if one.state is not ReplicaState.HEALTHY:
                 continue
             if chosen is None or (one.num_live, one.rank) < (chosen.num_live, chosen.rank):
                 chosen = one
@@ -211,7 +189,7 @@ class ReplicaTable:
     @property
     def working(self) -> tuple[Replica, ...]:
         """Generators that get groups, or will once they have started; by rank."""
-        wanted = (one for one in self.present if not one.is_spare and one.state is not ReplicaState.DRAINING)
+        wanted = (one for one in self.present if one.state is not ReplicaState.DRAINING)
         return tuple(sorted(wanted, key=lambda one: one.rank))
 
     def of(self, number: int) -> Replica:
@@ -250,161 +228,3 @@ class ReplicaTable:
         if healthy:
             assert min(healthy) >= self.served, "what is served never goes back"
             self.served = min(healthy)
-
-
-WINDOW_S = 10.0
-"""Length of the window in which steps are compared, in seconds."""
-
-MIN_STEPS = 20
-"""Number of comparable steps in a window that is enough evidence."""
-
-MIN_BUSY_S = 5.0
-"""Duration of comparable steps that is enough evidence, even if the steps are few, in seconds."""
-
-MIN_STEPS_OF_PEER = 5
-"""Minimum number of a peer's steps at a load, within the window, for a comparison."""
-
-SUSPECT_S = 15.0
-"""Seconds of being slow after which a generator gets no new groups; a long step counts for a window."""
-
-REPLACE_S = 40.0
-"""Time of being slow after which a generator is replaced, in seconds."""
-
-Counts = Mapping[int, tuple[int, float]]
-"""Number of steps and their total seconds since a generator started, by load."""
-
-
-class Pace(StrEnum):
-    """Pace of a generator compared with its peers."""
-
-    LIKE_PEERS = "like its peers"
-    """Similar pace, or no evidence."""
-    SUSPECT = "suspect"
-    SLOW = "slow"
-
-
-@dataclass(slots=True)
-class _Seen:
-    heard: deque[tuple[float, Counts]] = field(default_factory=deque)
-    """Counts with the times of their arrival; the first is at least as old as the window."""
-    slow_s: float = 0.0
-    """Time for which the generator has been slow."""
-    ratio: float | None = None
-
-    def within(self) -> dict[int, tuple[int, float]]:
-        """Return the number and the seconds of the steps in the window, by load."""
-        first, last = self.heard[0][1], self.heard[-1][1]
-        steps = {}
-        for load, (num_steps, took_s) in last.items():
-            num_before, before_s = first.get(load, (0, 0.0))
-            if num_steps > num_before:
-                steps[load] = num_steps - num_before, took_s - before_s
-        return steps
-
-
-class SlowReplicas:
-    """Compares the pace of all generators. The caller passes in the times."""
-
-    def __init__(self, factor: float) -> None:
-        """``factor`` is ``generator.slow_factor``."""
-        assert factor > 1.0
-        self._factor = factor
-        self._seen: dict[int, _Seen] = {}
-        self._judged_s: float | None = None
-
-    def heard(self, number: int, counts: Counts, *, now_s: float) -> None:
-        """Add the counts of a generator."""
-        heard = self._seen.setdefault(number, _Seen()).heard
-        heard.append((now_s, counts))
-        while len(heard) > 1 and heard[1][0] <= now_s - WINDOW_S:
-            heard.popleft()
-
-    def forget(self, number: int) -> None:
-        """Remove a generator."""
-        self._seen.pop(number, None)
-
-    def restart(self) -> None:
-        """Discard all counts, because the comparing process was stopped for a while."""
-        self._judged_s = None
-        for seen in self._seen.values():
-            seen.heard.clear()
-
-    def judge(self, *, now_s: float) -> None:
-        """Compare all generators."""
-        passed_s = 0.0 if self._judged_s is None else now_s - self._judged_s
-        self._judged_s = now_s
-        steps = {
-            number: seen.within() for number, seen in self._seen.items() if self._is_current(seen, now_s)
-        }
-        for number, seen in self._seen.items():
-            seen.ratio = _ratio(number, steps)
-            if seen.ratio is None and (least := _least_ratio(number, steps)) is not None:
-                # The true ratio may be higher, so a bound below the factor is no evidence.
-                seen.ratio = least if least > self._factor else None
-            if seen.ratio is not None:
-                seen.slow_s = seen.slow_s + passed_s if seen.ratio > self._factor else 0.0
-
-    def _is_current(self, seen: _Seen, now_s: float) -> bool:
-        return bool(seen.heard) and seen.heard[-1][0] > now_s - WINDOW_S
-
-    def pace(self, number: int) -> Pace:
-        """Return the pace of a generator at the last ``judge``."""
-        seen = self._seen.get(number)
-        if seen is None or seen.slow_s < SUSPECT_S:
-            return Pace.LIKE_PEERS
-        return Pace.SLOW if seen.slow_s >= REPLACE_S else Pace.SUSPECT
-
-    def ratio(self, number: int) -> float | None:
-        """Return the time of a generator's steps divided by that of its peers; None without evidence."""
-        seen = self._seen.get(number)
-        return None if seen is None else seen.ratio
-
-
-def _ratio(number: int, steps: Mapping[int, Mapping[int, tuple[int, float]]]) -> float | None:
-    num_compared, took_s, expected_s = 0, 0.0, 0.0
-    for load, (num_steps, load_s) in steps.get(number, {}).items():
-        peers = [
-            other[load][1] / other[load][0]
-            for peer, other in steps.items()
-            if peer != number and load in other and other[load][0] >= MIN_STEPS_OF_PEER
-        ]
-        if peers:
-            num_compared += num_steps
-            took_s += load_s
-            expected_s += num_steps * statistics.median(peers)
-    is_enough = num_compared >= MIN_STEPS or took_s >= MIN_BUSY_S
-    return took_s / expected_s if is_enough and expected_s > 0.0 else None
-
-
-def _least_ratio(number: int, steps: Mapping[int, Mapping[int, tuple[int, float]]]) -> float | None:
-    """Return a lower bound of the ratio, from loads that no peer has.
-
-    The time of a step rises with the number of sequences, but at most in proportion. A load is the bit length
-    of that number, so that numbers of equal load differ by less than a factor of two.
-    """
-    own = steps.get(number, {})
-    num_steps, took_s, most_s = 0, 0.0, 0.0
-    for load, (num_at_load, load_s) in own.items():
-        bounds = [
-            min(
-                at_s / num * (1.0 if other > load else 2.0 ** (load - other + 1)) for other, num, at_s in peer
-            )
-            for peer in _known_steps(number, steps)
-        ]
-        if bounds:
-            num_steps, took_s = num_steps + num_at_load, took_s + load_s
-            most_s += num_at_load * statistics.median(bounds)
-    is_enough = num_steps >= MIN_STEPS or took_s >= MIN_BUSY_S
-    return took_s / most_s if is_enough and most_s > 0.0 else None
-
-
-def _known_steps(
-    number: int, steps: Mapping[int, Mapping[int, tuple[int, float]]]
-) -> list[list[tuple[int, int, float]]]:
-    """Return the loads of each peer at which it has made enough steps, with their numbers and times."""
-    known = [
-        [(load, num, took_s) for load, (num, took_s) in of_peer.items() if num >= MIN_STEPS_OF_PEER]
-        for peer, of_peer in steps.items()
-        if peer != number
-    ]
-    return [loads for loads in known if loads]

@@ -601,8 +601,8 @@ async def start_generators(
             raise asyncio.CancelledError
     section = config.generator
     capacity_bytes = int(config.payload.capacity_gib * 2**30)
-    processes.hosts.allot(HostRole.GENERATORS, section.num_engines, gpus_per_proc=section.tensor_parallel)
-    hosts = processes.hosts.hosts_for(HostRole.GENERATORS, section.num_engines)
+    processes.hosts.allot(HostRole.GENERATORS, section.num_replicas, gpus_per_proc=section.tensor_parallel)
+    hosts = processes.hosts.hosts_for(HostRole.GENERATORS, section.num_replicas)
     # All generators share this capacity, so it is requested once on every host.
     ids = [host.id for host in hosts]
     sizes = [capacity_bytes if ids.index(name) == index else 0 for index, name in enumerate(ids)]

@@ -427,7 +427,7 @@ async def _start_pool(
     pool = GeneratorPool(
         spawn,
         engine,
-        [host] * engine.num_engines,
+        [host] * engine.num_replicas,
         faults=processes.faults,
         listing=processes.listing,
         role=Role.TEACHER,
@@ -436,7 +436,7 @@ async def _start_pool(
     )
     processes.teachers.append(pool)
     async with call_limit(config.timeouts, "setup_s", f"loading the engines of teacher {name}"):
-        await pool.start(engine.num_engines)
+        await pool.start(engine.num_replicas)
     return pool
 
 

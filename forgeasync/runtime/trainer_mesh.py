@@ -403,7 +403,7 @@ async def connect_weights(
             has too little shared memory.
     """
     trainer_hosts = processes.hosts.hosts_for(HostRole.TRAINER, trainer.num_procs)
-    generator_hosts = processes.hosts.hosts_for(HostRole.GENERATORS, config.generator.num_engines)
+    generator_hosts = processes.hosts.hosts_for(HostRole.GENERATORS, config.generator.num_replicas)
     choice = config.weights.transport
     transport = build_transport(choice)
     teacher_hosts = [host for one in teachers for host in one.pool.hosts]

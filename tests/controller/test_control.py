@@ -101,21 +101,3 @@ async def test_a_hostile_request_is_refused_and_ends_nothing(tmp_path: Path) -> 
         server.look()
         answers = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
         assert len(answers) == len(texts) and not any(one["is_accepted"] for one in answers)
-
-
-async def test_a_loss_is_made_up_for_by_a_spare_at_once() -> None:
-
-    async with generators_of(("a", "a"), num_replicas=1, num_spares=1) as world:
-        group = sample(world, 5)
-        await world.until(lambda: running(world) == {5: 0})
-        world.fails_to_start = lambda number: number == 2
-        world.kill(0)
-        await world.until(lambda: running(world) == {5: 1})
-        assert not world.faults.open
-        await world.until(lambda: 3 in world.generators and world.state(3) is ReplicaState.HEALTHY)
-        assert world.pool.table.state.of(3).is_spare
-        others = [sample(world, number) for number in (6, 7)]
-        await world.until(lambda: len(running(world)) == 3)
-        assert set(running(world).values()) == {1}, "the new spare gets no groups"
-        world.generators[1].is_released.set()
-        assert await asyncio.gather(group, *others) == [()] * 3

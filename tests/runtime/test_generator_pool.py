@@ -17,7 +17,6 @@ from forgeasync.runtime import (
     ProcessLost,
     RefusedGroup,
     ReplicaState,
-    replica_states,
     router,
 )
 from forgeasync.weights import HostShare
@@ -91,7 +90,7 @@ async def test_one_that_does_not_answer_is_suspect_before_it_is_lost() -> None:
 async def test_only_what_was_in_flight_is_said_to_be_lost(
     has_group: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A generator that ends in its start, or as a spare, may not have begun its log."""
+    """A generator that ends in its start may not have begun its log."""
     async with generators_of(("a", "a"), folders=[tmp_path]) as world:
         for replica in world.pool.replicas:
             replica.spawned.in_flight = tmp_path / "nothing"
@@ -176,28 +175,6 @@ async def test_what_a_lost_generator_has_left_is_freed(tmp_path: Path) -> None:
         world.kill(0)
         await freeing
         assert not (tmp_path / "second").exists(), "by its host"
-
-
-async def test_one_that_is_slow_gets_no_groups_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_states, "SUSPECT_S", 0.1)
-    monkeypatch.setattr(replica_states, "REPLACE_S", 3600.0)
-    async with generators_of(("a", "a"), slow_factor=3.0) as world:
-        world.generators[0].step_s, world.generators[1].step_s = 0.01, 0.05
-        groups = [sample(world, group) for group in (1, 2)]
-        await world.until(lambda: sorted(running(world).values()) == [0, 1])
-        await world.until(lambda: world.state(1) is ReplicaState.SUSPECT)
-        groups += [sample(world, group) for group in (3, 4)]
-        await world.until(lambda: len(running(world)) == 4)
-        assert sorted(running(world).values()) == [0, 0, 0, 1], "a suspect gets no new groups"
-        monkeypatch.setattr(replica_states, "REPLACE_S", 0.2)
-        await world.until(lambda: world.state(1) is ReplicaState.DEAD)
-        await replaced(world)
-        await world.until(lambda: sum(group in running(world) for group in (1, 2, 3, 4)) == 4)
-        await finished(world, groups)
-        limit = "(generator.slow_factor = 3)"
-        assert f"is slow: its steps take 5.0 times as long as those of its peers {limit}" in world.told[0]
-        metrics = world.faults.metrics()
-        assert metrics["faults/detected_generator"] == metrics["faults/recovered_generator"] == 1
 
 
 async def test_a_suspect_is_healthy_again_once_it_answers() -> None:

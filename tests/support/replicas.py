@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from forgeasync.config import GeneratorSection, SamplingSection, TimeoutSection
-from forgeasync.generator import DecodeSteps, EngineStats, SwapReport
+from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.observability import FaultLog, ProcessListFile
 from forgeasync.rollouts import StoredRollout
 from forgeasync.runtime import (
@@ -56,9 +56,6 @@ class ScriptedGenerator:
         self.continued: dict[int, bytes | None] = {}
         """What groups were continued from."""
         self.joined: list[tuple[HostShare, bool]] = []
-        self.num_beats = 0
-        self.step_s: float | None = None
-        """What its steps take; None: it makes none."""
         self.stats = self.beat
         for name in ("stage_update", "abandon_update", "finish_update", "sleep", "wake"):
             setattr(self, name, Endpoint(functools.partial(self._act, name)))
@@ -74,15 +71,7 @@ class ScriptedGenerator:
     @endpoint
     async def beat(self) -> EngineStats:
         await self._answering("beat")
-        self.num_beats += 1
-        return EngineStats(num_generated_tokens=10, busy_s=1.0, decode_steps=self.decode_steps())
-
-    def decode_steps(self) -> dict[int, DecodeSteps]:
-        """As if it had made a hundred steps since the heartbeat before."""
-        if self.step_s is None:
-            return {}
-        num_steps = 100 * self.num_beats
-        return {4: DecodeSteps(num_steps=num_steps, took_s=num_steps * self.step_s)}
+        return EngineStats(num_generated_tokens=10, busy_s=1.0)
 
     @endpoint
     async def sample_group(

@@ -21,7 +21,6 @@ them a wrong label.
 import asyncio
 import queue
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -44,8 +43,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.outputs import SamplingMaskLists
 from vllm.v1.request import RequestStatus
-
-from forgeasync.generator.reports import EngineStepTimes
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -138,7 +135,6 @@ class InProcessAsyncClient(EngineCoreClient):
         self._awake = asyncio.Event()
         self._awake.set()
         self.resources = _Resources()
-        self.step_times = EngineStepTimes()
         # Built in the thread that steps it: vLLM's GPU runner keeps the CUDA stream of the thread that warms
         # it up.
         built: Future[EngineCore] = Future()
@@ -196,10 +192,7 @@ class InProcessAsyncClient(EngineCoreClient):
             self._core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _step(self) -> None:
-        start_s = time.perf_counter()
         outputs, model_executed = self._core.step_fn()
-        step_s = time.perf_counter() - start_s
-        self.step_times.stepped(outputs.get(0) if outputs else None, scheduler_of(self._core).running, step_s)
         self._core.post_step(model_executed=model_executed)
         if outputs and 0 in outputs:
             _copy_records(outputs[0])

@@ -122,7 +122,7 @@ class Split:
 
     @property
     def num_generating(self) -> int:
-        return self.config.generator.num_engines * self.config.generator.tensor_parallel
+        return self.config.generator.num_replicas * self.config.generator.tensor_parallel
 
     @property
     def num_gpus(self) -> int:
@@ -231,11 +231,11 @@ def _reason(chosen: Split, splits: Sequence[Split]) -> str:
 def _candidates(config: RunConfig, num_gpus: int) -> Iterator[RunConfig]:
     """Yield every trainer with as many replicas as are left, under every bound, and with fewer replicas under
     the config's bound."""
-    tensor, spares = config.generator.tensor_parallel, config.generator.num_spares
+    tensor = config.generator.tensor_parallel
     own = config.max_off_policy_steps
     bounds = sorted({own, *(bound for bound in BOUNDS if bound <= own)})
     for num_procs in _trainer_sizes(config, num_gpus):
-        most = (num_gpus - num_procs) // tensor - spares
+        most = (num_gpus - num_procs) // tensor
         for bound in bounds:
             if most >= 1:
                 yield _split(config, num_procs, most, bound)
