@@ -70,9 +70,7 @@ from .model import ModelSection as ModelSection
 from .model import YarnRope as YarnRope
 from .plugin_sections import InstalledEnvironment as InstalledEnvironment
 from .plugin_sections import InstalledSource as InstalledSource
-from .rewards import DEFAULT_RUBRIC as DEFAULT_RUBRIC
 from .rewards import JudgeReward as JudgeReward
-from .rewards import LimitedReward as LimitedReward
 from .rewards import MathReward as MathReward
 from .rewards import PART_NAME_RULE as PART_NAME_RULE
 from .rewards import ProcessRewardModel as ProcessRewardModel
@@ -82,7 +80,6 @@ from .rewards import RewardSection as RewardSection
 from .rewards import Rewards as Rewards
 from .rewards import ScoredUnit as ScoredUnit
 from .rewards import StepsValue as StepsValue
-from .rewards import Votes as Votes
 from .rewards import is_part_name as is_part_name
 from .rewards import name_of as name_of
 from .rules import check_gpus as check_gpus

@@ -35,7 +35,7 @@ def is_part_name(name: object) -> bool:
     return isinstance(name, str) and name not in RESERVED_PARTS and _PART_NAME.fullmatch(name) is not None
 
 
-class LimitedReward(Section):
+class BaseReward(Section):
     """Base class of reward sections, with the fields of every reward."""
 
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
@@ -46,21 +46,15 @@ class LimitedReward(Section):
     max_concurrent: int | None = Field(default=None, gt=0, le=65536)
     """Maximum number of concurrent calls of this reward, over all scorers, which share it evenly; null:
     limited only by the scorers' processes (requests of a judge: 64 per scorer)."""
-    max_per_s: float | None = Field(default=None, ge=1e-3, le=1e6)
-    """Maximum number of calls of this reward that start per second, over all scorers, evenly spaced; null: no
-    limit."""
-    max_attempts: int = Field(default=1, gt=0, le=100)
-    """Maximum number of calls of this reward for a response within one attempt of ``scorer.max_attempts``;
-    the other rewards of a list are not called again."""
 
 
-class ReasoningGymReward(LimitedReward):
+class ReasoningGymReward(BaseReward):
     """Verifier of the reasoning-gym data set that contains the problem."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
 
 
-class MathReward(LimitedReward):
+class MathReward(BaseReward):
     """math-verify: 1 if the last answer of the response equals the reference, else 0."""
 
     kind: Literal["math"] = "math"
@@ -74,7 +68,7 @@ class ScoredUnit(StrEnum):
     """All responses to one prompt."""
 
 
-class PythonReward(LimitedReward, PythonCode):
+class PythonReward(BaseReward, PythonCode):
     """Your own reward: ``(task, response) -> float | Score``, a function or a class, sync or async."""
 
     scores: ScoredUnit = ScoredUnit.RESPONSE
@@ -91,14 +85,7 @@ DEFAULT_RUBRIC = (
 )
 
 
-class Votes(StrEnum):
-    """Aggregation of several votes to one score."""
-
-    MEAN = "mean"
-    MEDIAN = "median"
-
-
-class JudgeReward(LimitedReward):
+class JudgeReward(BaseReward):
     """Judge model behind an OpenAI-compatible endpoint, whose points become a reward from 0 to 1."""
 
     kind: Literal["judge"]
@@ -109,22 +96,16 @@ class JudgeReward(LimitedReward):
     api_key_env: str | None = None
     """Name of the environment variable with the API key, which is never written to a file; null: no key is
     sent."""
-    rubric: str | None = None
-    """Grading instructions; null: those of ``rubric_file``, or a short general rubric."""
-    rubric_file: str | None = None
-    """Text file with the rubric, in place of ``rubric``; read when the run starts."""
+    rubric: str = Field(default=DEFAULT_RUBRIC, min_length=1)
+    """Grading instructions."""
     lowest: float = Field(default=0.0, ge=-1e6, le=1e6)
     """Points of the worst response, which give reward 0."""
     highest: float = Field(default=10.0, ge=-1e6, le=1e6)
     """Points of the best response, which give reward 1."""
     correct_from: float = Field(default=0.5, ge=0.0, le=1.0)
     """Minimum reward of a response that counts as correct."""
-    num_votes: int = Field(default=1, gt=0, le=64)
-    """Number of verdicts requested for each response."""
-    votes: Votes = Votes.MEAN
-    """Aggregation of the points of several verdicts to one reward."""
     temperature: float = Field(default=0.0, ge=0.0, le=2.0)
-    """Temperature of the judge; must be above 0 with several votes, which would otherwise all be the same."""
+    """Temperature of the judge."""
     max_reply_tokens: int = Field(default=1024, gt=0, le=1048576)
     """Maximum number of tokens of a verdict, including its reasoning."""
     max_response_chars: int = Field(default=65536, gt=0, le=1048576)
@@ -132,21 +113,14 @@ class JudgeReward(LimitedReward):
     (``scoring/num_oversized``)."""
     limit_s: Seconds = 50.0
     """Time limit of one request, in seconds."""
-    max_attempts: int = Field(default=3, gt=0, le=100)
-    """Maximum number of requests for one verdict; after that, the response waits if the endpoint failed, or
-    its attempt fails if the verdicts were malformed."""
     cache_size: int = Field(default=16384, ge=0, le=2**24)
-    """Number of responses whose verdicts each scorer caches, by content; 0: no cache."""
+    """Number of responses whose verdict each scorer caches, by content; 0: no cache."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         problem = None
         if self.lowest >= self.highest:
             problem = f"lowest = {self.lowest:g} must be less than highest = {self.highest:g}"
-        elif self.rubric is not None and self.rubric_file is not None:
-            problem = "rubric and rubric_file must not both be given"
-        elif self.num_votes > 1 and self.temperature == 0.0:
-            problem = f"num_votes = {self.num_votes} needs temperature above 0: all votes would be the same"
         if problem is not None:
             raise PydanticCustomError("judge", "{problem}", {"problem": problem})
         return self
@@ -161,7 +135,7 @@ class StepsValue(StrEnum):
     PRODUCT = "product"
 
 
-class ProcessRewardModel(LimitedReward):
+class ProcessRewardModel(BaseReward):
     """Process reward model in a vLLM pooling engine, which scores each step of a response from 0 to 1."""
 
     kind: Literal["process_reward_model"]

@@ -37,4 +37,3 @@ from .containers import open_command as open_command
 from .containers import remove_command as remove_command
 from .containers import run_command as run_command
 from .layers import landlock_version as landlock_version
-from .process import KillMonitor as KillMonitor

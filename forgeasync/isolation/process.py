@@ -5,24 +5,20 @@ with the processes that it started, and Ctrl-C does not reach it. It exits when 
 and so also when its parent exits.
 """
 
-import itertools
 import json
-import logging
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import IO, Any
 
 from forgeasync.isolation.bubblewrap import program_command, start_filtered
-
-logger = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 1 << 16
 """Maximum length of a reply that ``ContainedProcess.ask`` reads."""
@@ -105,24 +101,49 @@ class ContainedProcess:
         Raises:
             ProcessExited: no valid reply arrived within ``limit_s`` seconds. The process has been stopped.
         """
-        is_late = threading.Event()
-
-        def kill() -> None:
-            is_late.set()
-            self.kill()
-
-        # The kill unblocks a blocked write as well as a blocked read.
-        with KILL_WATCH.limit(limit_s, kill):
-            self.send(request)
-            line = self.replies.readline(MAX_REPLY_BYTES)
-        if not line.endswith(b"\n"):
-            if len(line) < MAX_REPLY_BYTES:
+        reply, is_late = self._exchange(_line(request), limit_s)
+        if not reply.endswith(b"\n"):
+            if not is_late and len(reply) < MAX_REPLY_BYTES:
                 # The output has ended: wait for the process's own exit code before killing it.
-                with KILL_WATCH.limit(_END_LIMIT_S, self.kill):
-                    self.wait()
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_END_LIMIT_S)
             self.stop()
-            raise ProcessExited(self.wait(), is_late=is_late.is_set())
-        return json.loads(line)
+            raise ProcessExited(self.wait(), is_late=is_late)
+        return json.loads(reply)
+
+    def _exchange(self, request: bytes, limit_s: float) -> tuple[bytes, bool]:
+        """Write a request and read until the end of a line, the end of the output or ``MAX_REPLY_BYTES``.
+
+        Returns what was read, and whether ``limit_s`` ended it.
+        """
+        end_s = time.monotonic() + limit_s
+        stdin, stdout = self._stdin.fileno(), self.replies.fileno()
+        poll = select.poll()
+        poll.register(stdin, select.POLLOUT)
+        poll.register(stdout, select.POLLIN)
+        reply = b""
+        # The process may not read a request that is larger than the pipe.
+        os.set_blocking(stdin, False)
+        try:
+            while not reply.endswith(b"\n") and len(reply) < MAX_REPLY_BYTES:
+                ready = [descriptor for descriptor, _ in poll.poll(max(0.0, end_s - time.monotonic()) * 1000)]
+                if not ready:
+                    return reply, True
+                if stdin in ready:
+                    try:
+                        request = request[os.write(stdin, request) :]
+                    except BrokenPipeError:
+                        request = b""
+                    if not request:
+                        poll.unregister(stdin)
+                if stdout in ready:
+                    part = os.read(stdout, MAX_REPLY_BYTES - len(reply))
+                    if not part:
+                        break
+                    reply += part
+        finally:
+            os.set_blocking(stdin, True)
+        return reply, False
 
 
 def open_channel() -> tuple[IO[bytes], IO[bytes]]:
@@ -138,68 +159,12 @@ def open_channel() -> tuple[IO[bytes], IO[bytes]]:
 
 def write_line(stream: IO[bytes], message: Mapping[str, Any]) -> None:
     """Write a message as one line of JSON and flush."""
-    stream.write(json.dumps(message).encode() + b"\n")
+    stream.write(_line(message))
     stream.flush()
 
 
-class KillMonitor:
-    """Watches blocks of code and calls the ``kill`` of each one that exceeds its time limit.
-
-    The watching thread starts with the first block.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._deadlines: dict[int, tuple[float, Callable[[], None]]] = {}
-        """Deadline (``time.monotonic``) and ``kill`` of each block in progress, by number."""
-        self._numbers = itertools.count()
-        self._wakes_at = 0.0
-        """Time (``time.monotonic``) at which the thread next wakes up by itself."""
-        self._thread: threading.Thread | None = None
-
-    @contextmanager
-    def limit(self, limit_s: float, kill: Callable[[], None]) -> Iterator[None]:
-        """Call ``kill`` in another thread if the block exceeds ``limit_s`` seconds; never after the block."""
-        deadline = time.monotonic() + limit_s
-        with self._changed:
-            number = next(self._numbers)
-            self._deadlines[number] = deadline, kill
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="kill-watch", daemon=True)
-                self._thread.start()
-            elif deadline < self._wakes_at:
-                # Only an earlier deadline wakes the thread: most blocks are short and end while it sleeps.
-                self._changed.notify()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._deadlines.pop(number, None)
-
-    def _watch(self) -> None:
-        with self._changed:
-            while True:
-                now = time.monotonic()
-                due = [
-                    (deadline, number) for number, (deadline, _) in self._deadlines.items() if deadline <= now
-                ]
-                # Kill in the order of the deadlines, even if this thread wakes up late for several.
-                for _, number in sorted(due):
-                    # The lock is held during the kill, so a block that ends now waits, and no kill follows
-                    # it.
-                    _, kill = self._deadlines.pop(number)
-                    try:
-                        kill()
-                    except Exception:
-                        # The thread must continue to watch the other blocks.
-                        logger.exception("what has taken too long cannot be killed")
-                first = min((deadline for deadline, _ in self._deadlines.values()), default=None)
-                self._wakes_at = float("inf") if first is None else first
-                self._changed.wait(None if first is None else max(0.0, first - now))
-
-
-KILL_WATCH = KillMonitor()
-"""The process-wide watch."""
+def _line(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import concurrent.futures
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -33,16 +32,6 @@ _TRIAL_TEXT = "ready"
 _OTHERS = (
     "sandbox.kind: docker and podman use containers instead; unsafe isolates nothing, for code that you trust"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Artifacts:
-    """Files read from a box."""
-
-    files: dict[str, bytes]
-    """Content of each file by requested path."""
-    missing: tuple[str, ...]
-    """Requested paths at which there was no file."""
 
 
 class Sandbox:
@@ -125,20 +114,6 @@ class Sandbox:
             SandboxError: the box may not write there, or has no space left.
         """
         await self._open_backend.write(_check_path(path), data)
-
-    async def artifacts(self, paths: Sequence[str], *, max_bytes: int = MAX_READ_BYTES) -> Artifacts:
-        """Read several files of at most ``max_bytes`` each, for example to pass them to another box.
-
-        Raises:
-            FileTooLarge, SandboxError: as in ``read``.
-        """
-        files: dict[str, bytes] = {}
-        for path in paths:
-            try:
-                files[path] = await self.read(path, max_bytes=max_bytes)
-            except FileNotFoundError:
-                continue
-        return Artifacts(files=files, missing=tuple(path for path in paths if path not in files))
 
     async def shell(self) -> Shell:
         """Start a shell session: directory, variables and background processes persist between runs.

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import operator
 import os
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,14 +31,12 @@ from forgeasync.rollouts import MAX_SCORER_CHARS, Score, Task, VerifierCounts
 from forgeasync.scoring import (
     CHOICE_CODEC,
     Judge,
-    Limited,
     OneReward,
     ProcessRewardPool,
     RewardPool,
     RewardUnavailable,
     VerifierPool,
     gather_or_cancel,
-    is_limited,
     verifier_choice,
     weighted_score,
 )
@@ -72,9 +71,15 @@ class _InProcesses:
     """A reward with its own processes: a user's reward, or a process reward model."""
 
     def __init__(
-        self, pool: RewardPool | ProcessRewardPool, *, limit_s: float, is_whole: bool = False
+        self,
+        pool: RewardPool | ProcessRewardPool,
+        *,
+        most_calls: int,
+        limit_s: float,
+        is_whole: bool = False,
     ) -> None:
-        """With ``is_whole``, one call scores all responses."""
+        """At most ``most_calls`` run at once. With ``is_whole``, one call scores all responses."""
+        self._most_calls = most_calls
         self._is_whole = is_whole
         self._limit_s = limit_s
         self._pool = pool
@@ -82,9 +87,8 @@ class _InProcesses:
 
     def start(self) -> str:
         words = self._pool.start()
-        self._scoring = ResponseScoring(
-            self._score_rollouts, num_workers=self._pool.num_places, limit_s=self._limit_s
-        )
+        num_workers = min(self._pool.num_places, self._most_calls)
+        self._scoring = ResponseScoring(self._score_rollouts, num_workers=num_workers, limit_s=self._limit_s)
         return words
 
     def _score_rollouts(self, task: Task, rollouts: Sequence[tuple[int, Response]]) -> tuple[Score, ...]:
@@ -132,26 +136,23 @@ class RunRewards:
     def _member(self, reward: RewardSection, source: NamedSource, seed: int) -> OneReward:
         member: OneReward
         setup = reward.model_dump_json(exclude={"weight"}).encode()
+        # The scorers share the limit evenly.
+        most_calls = (reward.max_concurrent or sys.maxsize) // self._section.num_replicas
         if isinstance(reward, JudgeReward):
             member = Judge(reward, num_replicas=self._section.num_replicas)
         elif isinstance(reward, PythonReward):
             pool, is_whole = RewardPool(reward, self._section.num_workers), reward.scores is ScoredUnit.GROUP
-            member = _InProcesses(pool, limit_s=self._limit_s, is_whole=is_whole)
+            member = _InProcesses(pool, most_calls=most_calls, limit_s=self._limit_s, is_whole=is_whole)
         elif isinstance(reward, ProcessRewardModel):
-            member = _InProcesses(ProcessRewardPool(reward), limit_s=self._limit_s)
+            member = _InProcesses(ProcessRewardPool(reward), most_calls=most_calls, limit_s=self._limit_s)
         else:
             choice = verifier_choice(reward, source, seed=seed)
             limits = reward.model_dump_json(exclude={"weight", "name"}).encode()
             setup = CHOICE_CODEC.dump_json(choice) + limits
+            num_workers = min(self._section.num_workers, most_calls)
             verifiers = VerifierPool(choice, self._section)
-            member = _Verified(verifiers, num_workers=self._section.num_workers, limit_s=self._limit_s)
-        return self._by_setup.setdefault(setup, self._limited(member, reward))
-
-    def _limited(self, member: OneReward, reward: RewardSection) -> OneReward:
-        # A judge limits its own requests.
-        if isinstance(reward, JudgeReward) or not is_limited(reward):
-            return member
-        return Limited(member, reward, num_replicas=self._section.num_replicas, longest_wait_s=self._limit_s)
+            member = _Verified(verifiers, num_workers=num_workers, limit_s=self._limit_s)
+        return self._by_setup.setdefault(setup, member)
 
     def start(self) -> str:
         """Start the processes of all rewards; return a description of them and of their isolation.

@@ -41,7 +41,7 @@ from forgeasync.runtime.supervised import (
     diagnose_hang,
     spawn_local,
 )
-from forgeasync.scoring import Assignment, Dispatcher, DispatchOutcome, Judge, is_limited
+from forgeasync.scoring import Assignment, Dispatcher, DispatchOutcome
 from forgeasync.waiting import Monitor, forget
 
 logger = logging.getLogger(__name__)
@@ -506,13 +506,7 @@ def _compares(source: NamedSource) -> bool:
 
 
 def _longest_call_s(sources: Sequence[NamedSource], config: RunConfig) -> float:
-    """Return the longest time that a scorer takes for a response, including waits for rate limits."""
-    score_s = config.timeouts.score_s
-    longest_s = score_s
-    for source in sources:
-        for one in source.rewards:
-            if isinstance(one, JudgeReward):
-                longest_s = max(longest_s, Judge(one, num_replicas=config.scorer.num_replicas).longest_s)
-            elif is_limited(one):
-                longest_s = max(longest_s, 2 * one.max_attempts * score_s)
-    return longest_s
+    """Return the longest time that a scorer takes for a response."""
+    rewards = (one for source in sources for one in source.rewards)
+    limits_s = (one.limit_s for one in rewards if isinstance(one, JudgeReward))
+    return max([config.timeouts.score_s, *limits_s])

@@ -19,7 +19,7 @@ from forgeasync.isolation import find_bubblewrap
 from forgeasync.rollouts import FinishReason, Task
 from forgeasync.schema import Problem
 from forgeasync.scoring.endpoints import EndpointClient, EndpointDown, EndpointRefuses
-from forgeasync.scoring.judge import MalformedVerdict, messages, read_rubric, request_verdict
+from forgeasync.scoring.judge import MalformedVerdict, messages, request_verdict
 from forgeasync.scoring.process_rewards import problem_of_model
 from forgeasync.scoring.reward_pool import RewardFailure, RewardProcess
 from forgeasync.scoring.verifier_pool import check_isolation
@@ -89,17 +89,13 @@ def _problem_of_python(reward: PythonReward, task: Task | None, field: str) -> P
 
 
 def _problem_of_judge(reward: JudgeReward, task: Task | None, field: str) -> Problem | None:
-    try:
-        rubric = read_rubric(reward)
-    except ValueError as error:
-        return Problem(field=f"{field}.rubric_file", value=reward.rubric_file, remedy=str(error))
     if task is None:
         task = Task(task_id="made up", prompt="1 + 1 = ?", answer="2", source_index=0, source="made up")
     text = task.answer or TRIAL_TEXT
 
     async def ask() -> None:
         async with contextlib.aclosing(EndpointClient(reward)) as client:
-            await request_verdict(client, reward, messages(reward, rubric, task, text))
+            await request_verdict(client, reward, messages(reward, task, text))
 
     try:
         run_apart(ask)

@@ -26,13 +26,14 @@ from forgeasync.isolation import (
 from forgeasync.processes import own_mark
 from forgeasync.rollouts import NO_SCORE, Score, ScoreStatus, Task, VerifierCounts, as_feedback
 from forgeasync.schema import Problem, raise_if_any
-from forgeasync.scoring.verifier import (
+from forgeasync.scoring.worker import (
     CHOICE_CODEC,
+    LOAD_LIMIT_S,
     GymVerifierChoice,
     MathVerifierChoice,
     VerifierChoice,
+    WorkerSetup,
 )
-from forgeasync.scoring.worker import LOAD_LIMIT_S, WorkerSetup
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,8 @@ through a pipe immediately, so that no code can revoke the report. After such an
 was cut off, the next one gets a new fork. So an answer can stall, crash or tamper with nothing but its own
 verification. (It can forge its own score if a verifier evaluates it as code.)
 
+Several of reasoning-gym's verifiers evaluate the response as Python code, and others compute its powers.
+
 A fork costs far more than a plain answer: 12 ms instead of 0.5 ms of processor time for sums, on a virtual
 machine. So a fork also serves other problems, which are sent to it as the bytes of plain values.
 """
@@ -29,8 +31,11 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
+from pydantic import TypeAdapter
+
+from forgeasync.config import ReasoningGymSource
 from forgeasync.isolation import (
     address_space_bytes,
     enter_isolation,
@@ -39,8 +44,119 @@ from forgeasync.isolation import (
     read_only_roots,
     write_line,
 )
-from forgeasync.rollouts import Score, Task
-from forgeasync.scoring.verifier import CHOICE_CODEC, Verifier, build_verifier
+from forgeasync.rollouts import NO_ANSWER, Score, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MathVerifierChoice:
+    """Choice of math-verify."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GymVerifierChoice:
+    """Choice of the verifier of one reasoning-gym data set, with the settings that generate its problems."""
+
+    source: ReasoningGymSource
+    num_train: int
+    num_held_out: int
+    seed: int
+
+
+VerifierChoice = GymVerifierChoice | MathVerifierChoice
+
+
+class Verifier(Protocol):
+    """Scores answers inside a process of verifiers, without any limits."""
+
+    def load(self, task: Task) -> Any:
+        """Prepare a task, once for all its answers; raises ValueError if it differs here."""
+        ...
+
+    def score(self, loaded: Any, response: str) -> Score:
+        """Score one response to a loaded task; may raise any exception."""
+        ...
+
+
+SOLVED = 1.0
+"""Score of a full solution by reasoning-gym's verifiers; less is partial credit."""
+MAX_ABS_SCORE = 1.0
+
+
+class GymVerifier:
+    """Verifier of the reasoning-gym data set that made the problem."""
+
+    def __init__(self, choice: GymVerifierChoice) -> None:
+        """Open the data set.
+
+        Raises:
+            ValueError: A field of ``data.source`` is invalid; the message names it.
+        """
+        self._source = choice.source
+        self._is_warm = False
+        # Slow to import, and only processes that verify answers need it.
+        from forgeasync.environments import ReasoningGymProblems, final_answer
+
+        self._final_answer = final_answer
+        self._problems = ReasoningGymProblems(
+            choice.source, num_train=choice.num_train, num_held_out=choice.num_held_out, seed=choice.seed
+        )
+
+    def load(self, task: Task) -> dict[str, Any]:
+        """Return reasoning-gym's own record of a task, generated again.
+
+        Raises:
+            ValueError: The task differs from what its index generates. This prevents scoring an answer
+                against another problem.
+        """
+        entry = self._problems.entry(task.source_index)
+        if entry["question"] != task.prompt:
+            raise ValueError(
+                f"data.source.task: {self._source.task!r} generates another problem than task "
+                f"{task.task_id!r} at index {task.source_index}"
+            )
+        if not self._is_warm:
+            self._warm_up(entry)
+        return entry
+
+    def _warm_up(self, entry: dict[str, Any]) -> None:
+        """Run the verifier on the reference, so that its late imports do not slow down the first answer."""
+        self._is_warm = True
+        # Some verifiers fail on an answer of None, which puzzles with many solutions have.
+        with suppress(Exception):
+            self._problems.score_answer(str(entry["answer"]), entry)
+
+    def score(self, entry: dict[str, Any], response: str) -> Score:
+        """Return the verifier's score, or ``NO_ANSWER`` without an answer.
+
+        The verifier may raise any exception.
+        """
+        source = self._source
+        answer = self._final_answer(response, prefix=source.answer_prefix, part=source.answer_part)
+        if answer is None:
+            return NO_ANSWER
+        value = self._problems.score_answer(answer, entry)
+        if not abs(value) <= MAX_ABS_SCORE:
+            raise ValueError(f"the verifier of {source.task} gave {value!r}, which is not from -1 to 1")
+        return Score(value=value, is_correct=value >= SOLVED)
+
+
+CHOICE_CODEC: TypeAdapter[VerifierChoice] = TypeAdapter(VerifierChoice)
+
+
+def build_verifier(choice: VerifierChoice) -> Verifier:
+    """Build the verifier of a choice; imports packages that evaluate text written by models.
+
+    Raises:
+        ValueError: A config field makes the choice impossible; the message names it.
+    """
+    match choice:
+        case GymVerifierChoice():
+            return GymVerifier(choice)
+        case MathVerifierChoice():
+            from forgeasync.scoring.math_answers import MathVerifier
+
+            return MathVerifier()
+
 
 LOAD_LIMIT_S = 60.0
 """Seconds within which a problem must be generated; after that, this process ends."""

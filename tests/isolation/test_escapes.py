@@ -66,8 +66,6 @@ async def test_links_in_a_box_lead_to_no_file_of_the_host(tmp_path) -> None:
         for path in ("link", "folder/secret.txt", f"../..{secret}", "name"):
             with pytest.raises((FileNotFoundError, RuntimeError)):
                 await box.read(path)
-        back = await box.artifacts(["link", "folder/secret.txt"])
-        assert back.files == {} and back.missing == ("link", "folder/secret.txt")
         with pytest.raises(RuntimeError):
             await box.write("folder/new.txt", b"x")
     assert secret.read_text() == "of the host"

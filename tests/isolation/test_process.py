@@ -2,16 +2,13 @@
 
 import gc
 import os
-import queue
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from forgeasync.isolation import ContainedProcess, KillMonitor, ProcessExited
+from forgeasync.isolation import ContainedProcess, ProcessExited
 from forgeasync.processes import is_running
 
 
@@ -70,54 +67,23 @@ def test_a_process_that_nobody_holds_is_stopped_and_its_folder_removed(tmp_path:
     assert not is_running(pid) and not scratch.exists()
 
 
-def test_only_what_is_over_its_limit_is_killed_and_in_order() -> None:
-    watch, killed = KillMonitor(), queue.Queue[str]()
-    with watch.limit(3600.0, lambda: killed.put("never")):
-        while not watch._wakes_at:
-            # The thread does not sleep yet.
-            time.sleep(0.001)
-        # Both are over before it would wake by itself.
-        with watch.limit(0.2, lambda: killed.put("last")), watch.limit(0.05, lambda: killed.put("first")):
-            assert [killed.get(), killed.get()] == ["first", "last"]
-    assert killed.empty()
+def test_a_request_that_is_larger_than_the_pipe_arrives_or_is_late() -> None:
+    request = {"text": "x" * 2**20}
+    process = started("for line in requests:\n    write_line(replies, {'size': len(line)})")
+    assert process.ask(request, limit_s=300.0) == {"size": 2**20 + 13}
+    with pytest.raises(ProcessExited) as gone:
+        started("time.sleep(600)").ask(request, limit_s=0.5)
+    assert gone.value.is_late and gone.value.exit_code == -9
 
 
-def test_nothing_is_killed_after_its_block() -> None:
-    """Blocks end all around their deadlines; whoever was killed was killed within the block."""
-    watch = KillMonitor()
-
-    def one(number: int) -> bool:
-        kills, is_open = list[bool](), True
-        with watch.limit(0.002 + number % 5 * 0.0005, lambda: kills.append(is_open)):
-            time.sleep(0.002 + number % 7 * 0.0003)
-        is_open = False
-        time.sleep(0.005)
-        assert all(kills) and len(kills) <= 1
-        return bool(kills)
-
-    with ThreadPoolExecutor(8) as threads:
-        outcomes = list(threads.map(one, range(400)))
-    assert any(outcomes)
-
-
-def test_an_error_of_the_block_comes_out_and_nothing_is_killed() -> None:
-    watch, kills, is_open = KillMonitor(), list[bool](), True
-    later = threading.Event()
-    with pytest.raises(KeyError, match="of the block"), watch.limit(0.05, lambda: kills.append(is_open)):
-        raise KeyError("of the block")
-    is_open = False
-    # After its deadline.
-    with watch.limit(0.1, later.set):
-        later.wait()
-    assert all(kills), "at most by a machine that stood still in the block"
-
-
-def test_a_kill_that_fails_is_told_and_the_others_are_watched(caplog: pytest.LogCaptureFixture) -> None:
-    watch, is_killed = KillMonitor(), threading.Event()
-
-    def fails() -> None:
-        raise PermissionError("not ours")
-
-    with watch.limit(0.01, fails), watch.limit(0.1, is_killed.set):
-        is_killed.wait()
-    assert "cannot be killed" in caplog.text and "not ours" in caplog.text
+def test_a_reply_that_came_is_followed_by_no_kill() -> None:
+    """Replies come all around their limits; whoever was killed was killed within its request."""
+    process, num_late = ContainedProcess(["cat"], env=os.environ), 0
+    for number in range(300):
+        try:
+            assert process.ask({"number": number}, limit_s=number % 10 * 0.0001) == {"number": number}
+        except ProcessExited as gone:
+            assert gone.is_late
+            process, num_late = ContainedProcess(["cat"], env=os.environ), num_late + 1
+    process.stop()
+    assert 0 < num_late < 300

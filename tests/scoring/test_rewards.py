@@ -189,6 +189,12 @@ class TestRewardsOfARun:
         assert f"task t1, rollout {len(others)}: took longer than {limit_s} s" in str(late)
         assert rewards.counts == VerifierCounts(num_killed_rewards=num_killed)
 
+    def test_calls_at_once_are_bounded_and_every_scorer_has_its_share(self, start: Start) -> None:
+        source = source_with(own("crowd", max_concurrent=4))
+        rewards = start(RunRewards([source], ScorerSection(num_replicas=2), limit_s=300.0, seed=0))
+        (scores,) = scored_at_once(rewards, [some(*"abcdefgh")])
+        assert max(score.value for score in scores) <= 2.0
+
     def test_a_whole_group_is_scored_by_one_call(self, start: Start) -> None:
         rewards = start(rewards_of(own("ranks", scores=ScoredUnit.GROUP, options={"scale": 2.0})))
         group = [Response("x", num, FinishReason.LENGTH) for num in (7, 3, 5)]

@@ -17,10 +17,8 @@ class ChatServer:
 
     def __init__(self, reply: Callable[[dict[str, Any]], Reply]) -> None:
         self.reply = reply
-        self.now_s: Callable[[], float] = time.monotonic
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
-        self.begun_s: list[float] = []
         self.most_at_once = 0
         num_at_once, lock, server = 0, threading.Lock(), self
 
@@ -39,7 +37,6 @@ class ChatServer:
                 with lock:
                     server.requests.append(body)
                     server.keys.append(self.headers["Authorization"])
-                    server.begun_s.append(server.now_s())
                     num_at_once += 1
                     server.most_at_once = max(server.most_at_once, num_at_once)
                 reply = server.reply(body)

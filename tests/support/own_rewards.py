@@ -63,6 +63,18 @@ async def slow(task: Task, response: Response) -> float:
 _waiting: list[str] = []
 
 
+async def crowd(task: Task, response: Response) -> float:
+    """The number of calls that run at once, this one included."""
+    _inside.append(response.text)
+    await asyncio.sleep(0.02)
+    num_inside = len(_inside)
+    _inside.remove(response.text)
+    return float(num_inside)
+
+
+_inside: list[str] = []
+
+
 class Judge(Reward):
     """Compares with a column of the record, and remembers how often it was asked."""
 
