@@ -21,7 +21,7 @@ from forgeasync.config import (
     Replacement,
     StaleGroups,
 )
-from forgeasync.plugins.simulator import Distribution, Estimate, Lengths, RunSimulation
+from forgeasync.plugins.simulator import Distribution, Lengths, RunSimulation
 from tests.support.buffer_world import make_task
 from tests.support.profiles import simple_profile, small_run
 
@@ -121,7 +121,7 @@ def lengths_around(median: float) -> Lengths:
     quantiles = tuple(
         min(max(math.exp(logarithm.inv_cdf((index + 0.5) / 100)), 16.0), LONGEST) for index in range(100)
     )
-    response = Distribution(mean=Estimate.stated(fmean(quantiles)), quantiles=quantiles)
+    response = Distribution(mean=fmean(quantiles), quantiles=quantiles)
     return Lengths(prompt=Distribution.point(0.0), response=response, prompt_share=0.5)
 
 

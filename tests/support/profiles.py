@@ -6,9 +6,7 @@ from forgeasync.config import AccountingSection, BufferSection, ScorerSection, W
 from forgeasync.plugins.simulator import (
     DecodePoint,
     Distribution,
-    Estimate,
     Lengths,
-    Origin,
     Profile,
     SimulatedRun,
     TrainPoint,
@@ -34,8 +32,6 @@ def simple_profile(
 ) -> Profile:
     """A machine whose steps take ``decode_s`` and whose trainer takes ``token_s`` a token of a rank."""
     return Profile(
-        origin=Origin.STATED,
-        sources=("a test",),
         hardware="none",
         model="none",
         kv_block_tokens=1,
@@ -43,14 +39,13 @@ def simple_profile(
             DecodePoint(
                 num_running=num,
                 num_context_tokens=0,
-                step_s=Estimate.stated(decode_s + num * decode_per_sequence_s),
+                step_s=decode_s + num * decode_per_sequence_s,
             )
             for num in (1, 64)
         ),
-        prefill_tokens_per_s=Estimate.stated(1e9),
+        prefill_tokens_per_s=1e9,
         train=tuple(
-            TrainPoint(num_rows=1, cost=num, step_s=Estimate.stated(fixed_s + num * token_s))
-            for num in (1_000, 2_000)
+            TrainPoint(num_rows=1, cost=num, step_s=fixed_s + num * token_s) for num in (1_000, 2_000)
         ),
         between_steps_s=Distribution.point(between_s),
         weights=WeightTimes(
@@ -64,14 +59,12 @@ def simple_profile(
         lengths={
             "chain_sum": Lengths(
                 prompt=Distribution.point(10.0),
-                response=Distribution(
-                    mean=Estimate.stated(sum(lengths) / len(lengths)), quantiles=tuple(lengths)
-                ),
+                response=Distribution(mean=sum(lengths) / len(lengths), quantiles=tuple(lengths)),
                 prompt_share=prompt_share,
             )
         },
         filtered_share=filtered_share,
-        start_s=Estimate.stated(1.0),
+        start_s=1.0,
     )
 
 

@@ -5,7 +5,7 @@ from .profile import write_profile as write_profile
 from .run import simulate_seeds as simulate_seeds
 from .shape import SimulatedRun as SimulatedRun
 from .shape import of_config as of_config
-from .stated_profile import stated_profile as stated_profile
+from .profile import stated_profile as stated_profile
 from .what_if import ProfileOf as ProfileOf
 from .what_if import print_plan as print_plan
 from .what_if import plan_splits as plan_splits
@@ -21,9 +21,7 @@ from .engine import SimulatedGroup as SimulatedGroup
 from .profile import DecodePoint as DecodePoint
 from .profile import DecodeTable as DecodeTable
 from .profile import Distribution as Distribution
-from .profile import Estimate as Estimate
 from .profile import Lengths as Lengths
-from .profile import Origin as Origin
 from .profile import Profile as Profile
 from .profile import TrainPoint as TrainPoint
 from .profile import TrainTable as TrainTable

@@ -59,9 +59,7 @@ from forgeasync.plugins.simulator.profile import (
     DecodePoint,
     DecodeTable,
     Distribution,
-    Estimate,
     Lengths,
-    Origin,
     Profile,
     TrainPoint,
     WeightTimes,
@@ -219,7 +217,6 @@ def _profile(
         if line.get("weights/max_publish_s")
     ]
     return Profile(
-        origin=Origin.MEASURED,
         measured_at=datetime.fromtimestamp(since_s, UTC).isoformat(timespec="seconds"),
         hardware=", ".join(sorted({lane.opened.host for lane in lanes if lane.opened is not None})),
         model=config.model.path,
@@ -238,7 +235,7 @@ def _profile(
         score_places=max(config.scorer.num_workers, _overlap(scores) // config.scorer.num_replicas),
         lengths=_lengths(groups, prompts),
         filtered_share=prompts.filtered_share,
-        start_s=Estimate.of([max(0.0, controller.spans[0].begin_s - controller.begin_s)]),
+        start_s=max(0.0, controller.spans[0].begin_s - controller.begin_s),
     )
 
 
@@ -428,7 +425,7 @@ def _train(
             TrainPoint(
                 num_rows=max(1, round(share * statistics.fmean(rows for _, rows, _ in part))),
                 cost=share * statistics.fmean(cost for cost, _, _ in part),
-                step_s=Estimate.of([share * took_s for _, _, took_s in part]),
+                step_s=share * statistics.fmean(took_s for _, _, took_s in part),
             )
         )
     return tuple(points)
@@ -455,7 +452,7 @@ def _fit_decode(
     *,
     max_num_seqs: int,
     kv_block_tokens: int,
-) -> tuple[tuple[DecodePoint, ...], Estimate]:
+) -> tuple[tuple[DecodePoint, ...], float]:
     """Return decode steps and prompt tokens per second, fitted to the times of groups on their generators.
 
     ``generators`` has the groups of each generator, and the spans in which it paused. The time of a step is a
@@ -485,7 +482,7 @@ def _fit_decode(
         terms = np.concatenate([_replay(groups, pauses, cost) for groups, pauses in generators])
         before_s = np.maximum(1e-9, terms @ np.array([prompt_s, sequence_s, step_s]))
         prompt_s, sequence_s, step_s = fit_not_negative(terms / before_s[:, None], times_s / before_s)
-    prefill = Estimate.stated(1.0 / prompt_s if prompt_s else FAST_PREFILL)
+    prefill = 1.0 / prompt_s if prompt_s else FAST_PREFILL
     return _decode_points(step_s, sequence_s, max_num_seqs), prefill
 
 
@@ -494,7 +491,7 @@ def _decode_points(step_s: float, sequence_s: float, max_num_seqs: int) -> tuple
         DecodePoint(
             num_running=num,
             num_context_tokens=0,
-            step_s=Estimate.stated(max(1e-9, step_s + num * sequence_s)),
+            step_s=max(1e-9, step_s + num * sequence_s),
         )
         for num in powers_of_two(max_num_seqs)
     )
@@ -546,16 +543,15 @@ def _replay(groups: Sequence[SampledGroup], pauses: Sequence[Span], cost: Engine
 def print_profiled_run(profiled: ProfiledRun) -> None:
     """Print the times of a run, its simulated step time, and the predicted gains of single changes.
 
-    Times are in milliseconds, those of optimizer steps with the half width of their 95 % intervals.
+    Times are in milliseconds.
     """
     profile, console = profiled.profile, Console()
     decode = _table(f"decode steps on {profile.hardware}", "sequences", "ms")
     for point in profile.decode:
-        decode.add_row(str(point.num_running), _ms(point.step_s.mean))
+        decode.add_row(str(point.num_running), _ms(point.step_s))
     train = _table("optimizer steps", "rows of a rank", "cost of a rank, in tokens", "ms")
     for step in profile.train:
-        mean_s, half_s = step.step_s.mean, (step.step_s.high - step.step_s.low) / 2
-        train.add_row(str(step.num_rows), f"{step.cost:.0f}", f"{_ms(mean_s)} ± {_ms(half_s)}")
+        train.add_row(str(step.num_rows), f"{step.cost:.0f}", _ms(step.step_s))
     others = _table("other times", "part", "ms", "p5", "p95")
     for name, times in (
         ("training waits to publish", profile.weights.wait_s),
@@ -565,18 +561,18 @@ def print_profiled_run(profiled: ProfiledRun) -> None:
         ("score a response", profile.score_s),
         ("between two steps", profile.between_steps_s),
     ):
-        others.add_row(name, _ms(times.mean.mean), _ms(times.at(0.05)), _ms(times.at(0.95)))
+        others.add_row(name, _ms(times.mean), _ms(times.at(0.05)), _ms(times.at(0.95)))
     console.print(decode, train, others)
-    console.print(f"prompts: {profile.prefill_tokens_per_s.mean:,.0f} tokens/s")
+    console.print(f"prompts: {profile.prefill_tokens_per_s:,.0f} tokens/s")
     console.print(f"a scorer scores {profile.score_places} responses at once")
     for source, lengths in profile.lengths.items():
         response = lengths.response
         console.print(
-            f"{source}: prompts of {lengths.prompt.mean.mean:.0f} tokens, responses of "
-            f"{response.mean.mean:.0f} (p95 {response.at(0.95):.0f}), alike within a group by "
+            f"{source}: prompts of {lengths.prompt.mean:.0f} tokens, responses of "
+            f"{response.mean:.0f} (p95 {response.at(0.95):.0f}), alike within a group by "
             f"{lengths.prompt_share:.2f}"
         )
-    console.print(f"starting: {profile.start_s.mean:.0f} s from the command to the first step")
+    console.print(f"starting: {profile.start_s:.0f} s from the command to the first step")
     console.print(
         f"steps of the run took {profiled.measured_s:.3g} s each; simulated with this profile "
         f"{profiled.simulated_s:.3g} s"

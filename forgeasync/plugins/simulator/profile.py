@@ -1,4 +1,4 @@
-"""Profile of a run: service times of every part, the profile's file, fits and interpolation."""
+"""Profile of a run, measured or stated: service times of every part, its file, fits and interpolation."""
 
 import bisect
 import itertools
@@ -6,74 +6,42 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from pathlib import Path
+from statistics import NormalDist
 from typing import Annotated, Final, Literal, Self
 
 import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
-from forgeasync.schema import MAX_COUNT, ConfigError, Count, CountOrZero, Problem, Procs, Section
+from forgeasync.config import ActivationCheckpointing, ModelFacts, RunConfig, longest_response, named_sources
+from forgeasync.files import replacing
+from forgeasync.models import BYTES_PER_ELEMENT, kv_bytes_per_token
+from forgeasync.planning import (
+    DEVICE_BYTES_PER_S,
+    KV_BLOCK_TOKENS,
+    Machine,
+    ParameterCounts,
+    active_parameters,
+    count_parameters,
+    generator_parameters_per_rank,
+    seconds_of,
+    trainer_parameters_per_rank,
+    weight_times,
+)
+from forgeasync.schema import ConfigError, Count, CountOrZero, Problem, Procs, Section
 
 MAX_NUMBER = 1e18
 
 Number = Annotated[float, Field(ge=0.0, le=MAX_NUMBER)]
+Positive = Annotated[float, Field(gt=0.0, le=MAX_NUMBER)]
 
 NUM_QUANTILES = 101
-
-_NORMAL_95 = 1.959964
-
-
-class Estimate(Section):
-    """A mean with its 95 % confidence interval.
-
-    A value that was stated instead of measured has ``num_samples: 0``, and is its own interval.
-    """
-
-    mean: Number
-    low: Number
-    high: Number
-    num_samples: int = Field(ge=0, le=MAX_COUNT)
-
-    @model_validator(mode="after")
-    def _is_interval(self) -> Self:
-        if not self.low <= self.mean <= self.high:
-            raise ValueError(
-                f"low = {self.low:g}, mean = {self.mean:g}, high = {self.high:g}: must ascend in this order"
-            )
-        return self
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Self:
-        """Return the mean of at least one sample, with its normal interval; one sample has an interval of
-        length 0.
-
-        Raises ValueError without samples.
-        """
-        if not samples:
-            raise ValueError("an estimate needs at least one sample")
-        # Rounding can move a mean out of the range of its samples.
-        mean = min(max(statistics.fmean(samples), min(samples)), max(samples))
-        half = 0.0
-        if len(samples) > 1:
-            half = _NORMAL_95 * statistics.stdev(samples) / math.sqrt(len(samples))
-        return cls(mean=mean, low=max(0.0, mean - half), high=mean + half, num_samples=len(samples))
-
-    @classmethod
-    def stated(cls, value: float) -> Self:
-        """Return a value that was not measured."""
-        return cls(mean=value, low=value, high=value, num_samples=0)
-
-    def scaled(self, factor: float) -> Self:
-        """Return this estimate multiplied by a factor."""
-        values = {name: factor * getattr(self, name) for name in ("mean", "low", "high")}
-        return self.model_copy(update=values)
 
 
 class Distribution(Section):
     """Mean and quantiles of a time or a length, at equal steps of probability from 0 to 1."""
 
-    mean: Estimate
+    mean: Number
     quantiles: tuple[Number, ...] = Field(min_length=2, max_length=10_001)
 
     @model_validator(mode="after")
@@ -84,9 +52,9 @@ class Distribution(Section):
                     f"quantiles[{index}] = {one:g} is more than quantiles[{index + 1}] = {other:g}: they "
                     "must ascend"
                 )
-        if not self.quantiles[0] <= self.mean.mean <= self.quantiles[-1]:
+        if not self.quantiles[0] <= self.mean <= self.quantiles[-1]:
             raise ValueError(
-                f"mean = {self.mean.mean:g} must lie between the lowest quantile, {self.quantiles[0]:g}, and "
+                f"mean = {self.mean:g} must lie between the lowest quantile, {self.quantiles[0]:g}, and "
                 f"the highest, {self.quantiles[-1]:g}"
             )
         return self
@@ -94,15 +62,18 @@ class Distribution(Section):
     @classmethod
     def of(cls, samples: Sequence[float], *, num_quantiles: int = NUM_QUANTILES) -> Self:
         """Return the empirical distribution of at least one sample. Raises ValueError without samples."""
-        mean = Estimate.of(samples)
+        if not samples:
+            raise ValueError("a distribution needs at least one sample")
         ordered = sorted(samples)
+        # Rounding can move a mean out of the range of its samples.
+        mean = min(max(statistics.fmean(samples), ordered[0]), ordered[-1])
         quantiles = [_between(ordered, index / (num_quantiles - 1)) for index in range(num_quantiles)]
         return cls(mean=mean, quantiles=tuple(quantiles))
 
     @classmethod
     def point(cls, value: float) -> Self:
         """Return the distribution of a stated constant."""
-        return cls(mean=Estimate.stated(value), quantiles=(value, value))
+        return cls(mean=value, quantiles=(value, value))
 
     def at(self, probability: float) -> float:
         """Return the quantile of a probability in [0, 1], interpolated linearly."""
@@ -111,7 +82,7 @@ class Distribution(Section):
     def scaled(self, factor: float) -> Self:
         """Return the distribution of the variable multiplied by a factor."""
         quantiles = tuple(factor * value for value in self.quantiles)
-        return self.model_copy(update={"mean": self.mean.scaled(factor), "quantiles": quantiles})
+        return self.model_copy(update={"mean": factor * self.mean, "quantiles": quantiles})
 
 
 def _between(ordered: Sequence[float], probability: float) -> float:
@@ -124,15 +95,9 @@ def _between(ordered: Sequence[float], probability: float) -> float:
     return min(low + (high - low) * (place - index), high)
 
 
-FORMAT_VERSION: Final = 12
+FORMAT_VERSION: Final = 13
 
 Text = Annotated[str, Field(max_length=1000)]
-
-
-class Origin(StrEnum):
-    MEASURED = "measured"
-    STATED = "stated"
-    """Computed from data sheets and papers, listed in ``sources``, for hardware that is not available."""
 
 
 class DecodePoint(Section):
@@ -141,7 +106,7 @@ class DecodePoint(Section):
     num_running: Count
     num_context_tokens: CountOrZero
     """Mean length of the running sequences, including their prompts."""
-    step_s: Estimate
+    step_s: Positive
 
 
 class TrainPoint(Section):
@@ -149,10 +114,10 @@ class TrainPoint(Section):
 
     num_rows: Count
     """Number of rows of each data rank, which are its microbatches."""
-    cost: Number = Field(gt=0.0)
+    cost: Positive
     """Sum over microbatches of the cost of the costliest row, in tokens: those that are computed, padding
     included, and what attention adds (``rollouts.row_cost``)."""
-    step_s: Estimate
+    step_s: Positive
 
 
 class Lengths(Section):
@@ -182,10 +147,9 @@ class WeightTimes(Section):
 class Profile(Section):
     """Service times of each part of a run."""
 
-    format_version: Literal[12] = FORMAT_VERSION
-    origin: Origin
+    format_version: Literal[13] = FORMAT_VERSION
     sources: tuple[Text, ...] = ()
-    """Sources of stated values."""
+    """Data sheets and papers of stated values, for hardware that is not available; empty if measured."""
     measured_at: Text = ""
     """Date and time of the measurement, ISO 8601; empty in a stated profile."""
     hardware: Text
@@ -195,7 +159,7 @@ class Profile(Section):
     """Tokens in a block of an engine's KV cache. Responses share only whole blocks of their prompt."""
     decode: tuple[DecodePoint, ...] = Field(min_length=1, max_length=10_000)
     """Grid of decode steps: every number of sequences with every length of context."""
-    prefill_tokens_per_s: Estimate
+    prefill_tokens_per_s: Positive
     """Prompt tokens that one engine computes per second."""
     train: tuple[TrainPoint, ...] = Field(min_length=1, max_length=10_000)
     between_steps_s: Distribution
@@ -210,7 +174,7 @@ class Profile(Section):
     """Lengths by the source's name."""
     filtered_share: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of scored groups that the filters drop completely."""
-    start_s: Estimate
+    start_s: Number
     """Seconds from the command to the first step."""
 
     @model_validator(mode="after")
@@ -225,23 +189,12 @@ class Profile(Section):
                 f"decode: {len(self.decode)} points for {len(axes[0])} numbers of sequences and "
                 f"{len(axes[1])} lengths of context; must have every pair of them once"
             )
-        for field, mean in (
-            *((f"decode[{index}].step_s", one.step_s.mean) for index, one in enumerate(self.decode)),
-            *((f"train[{index}].step_s", one.step_s.mean) for index, one in enumerate(self.train)),
-            ("prefill_tokens_per_s", self.prefill_tokens_per_s.mean),
-        ):
-            if mean <= 0.0:
-                raise ValueError(f"{field}.mean = {mean:g}: must be more than 0")
         for name, lengths in self.lengths.items():
             if lengths.response.quantiles[0] < 1.0:
                 raise ValueError(
                     f"lengths.{name}.response.quantiles[0] = {lengths.response.quantiles[0]:g}: must be at "
                     "least 1, as a response has a token"
                 )
-        if self.origin is Origin.STATED and not self.sources:
-            raise ValueError("sources: must say where the figures of a stated profile come from")
-        if self.origin is Origin.MEASURED and not self.measured_at:
-            raise ValueError("measured_at: must have the time of a measured profile")
         return self
 
 
@@ -276,7 +229,7 @@ def _intraclass_correlation(groups: Sequence[Sequence[float]]) -> float:
         return 0.0
     _, places, counts = np.unique(values_NG, return_inverse=True, return_counts=True)
     shares = (counts.cumsum() - (counts - 1) / 2 - 0.375) / (values_NG.size + 0.25)
-    normal = statistics.NormalDist()
+    normal = NormalDist()
     scores_NG = np.array([normal.inv_cdf(share) for share in shares])[places].reshape(values_NG.shape)
     between = size * float(scores_NG.mean(axis=1).var(ddof=1))
     within = float(scores_NG.var(axis=1, ddof=1).mean())
@@ -288,9 +241,8 @@ MAX_BYTES = 64 * 2**20
 
 def write_profile(profile: Profile, file: Path) -> None:
     """Write a profile; an existing file is replaced once the new one is complete."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    partial.replace(file)
+    with replacing(file) as out:
+        out.write(profile.model_dump_json(indent=1).encode() + b"\n")
 
 
 def read_profile(file: Path) -> Profile:
@@ -376,7 +328,7 @@ class DecodeTable:
     def __init__(self, points: Sequence[DecodePoint]) -> None:
         self._running = sorted({one.num_running for one in points})
         self._contexts = sorted({one.num_context_tokens for one in points})
-        by_cell = {(one.num_running, one.num_context_tokens): one.step_s.mean for one in points}
+        by_cell = {(one.num_running, one.num_context_tokens): one.step_s for one in points}
         self._steps_s = [
             [by_cell[running, context] for context in self._contexts] for running in self._running
         ]
@@ -419,7 +371,7 @@ class TrainTable:
     """
 
     def __init__(self, points: Sequence[TrainPoint]) -> None:
-        measured = np.array([one.step_s.mean for one in points])
+        measured = np.array([one.step_s for one in points])
         terms = np.array([[one.num_rows, 1.0, one.cost] for one in points])
         found = fit_not_negative(terms / measured[:, None], np.ones(len(points)))
         self.row_s, self.fixed_s, self.cost_s = found
@@ -427,3 +379,154 @@ class TrainTable:
     def step_s(self, num_rows: int, cost: float) -> float:
         """Return the seconds of a step with ``num_rows`` rows per data rank."""
         return self.fixed_s + self.row_s * num_rows + self.cost_s * cost
+
+
+# ---- profiles of hardware that is not available, from the model's shape and the manufacturer's data sheet
+
+CONTEXTS = (0, 1_024, 4_096, 16_384, 65_536)
+
+OPTIMIZER_BYTES = 40
+"""Per parameter: reads float32 parameter, gradient and two moments, writes three of them, casts a copy."""
+
+SCORE_S, BETWEEN_S, START_S = 0.05, 0.5, 600.0
+"""Assumed seconds of scoring a response, between two steps and of a start; in no data sheet."""
+
+GPU = "H100 SXM 80 GB"
+FLOPS_PER_S = 989e12
+"""Dense FLOP/s in the compute dtype."""
+
+DECODE_EFFICIENCY = 0.7
+"""Share of the bandwidth that a decode step reaches."""
+
+PREFILL_EFFICIENCY = 0.4
+"""Share of the FLOP/s that a prefill reaches."""
+
+TRAIN_EFFICIENCY = 0.25
+"""Share of the FLOP/s that training reaches, with communication: model FLOPs utilization (Chowdhery et al.,
+"PaLM", 2022, appendix B), with recomputed activations counted as work."""
+
+STEP_OVERHEAD_S = 0.003
+"""Seconds of a decode step outside of reading and computing."""
+
+SOURCE = (
+    "NVIDIA H100 data sheet: 989 TFLOP/s in bfloat16 without sparsity, 3.35 TB/s; efficiencies (decode 70 % "
+    "of the bandwidth, prefill 40 % and training 25 % of the FLOP/s) and 3 ms a decode step are assumed"
+)
+
+
+def stated_profile(config: RunConfig, facts: ModelFacts, *, mean_response_tokens: float) -> Profile:
+    """Return the profile of a checked config on H100s, which were not measured.
+
+    The time of a decode step is a roofline (Williams, Waterman, Patterson, "Roofline: an insightful visual
+    performance model", 2009): the longer of reading and computing, each at a share of the speed in the data
+    sheet.
+
+    Lengths of responses are lognormal with this mean, truncated at the longest response that the config
+    allows.
+
+    Raises:
+        ValueError: the mean is less than 1 or more than the longest response.
+    """
+    if not 1.0 <= mean_response_tokens <= longest_response(config):
+        raise ValueError(
+            f"mean_response_tokens = {mean_response_tokens:g} must be from 1 to {longest_response(config)}, "
+            "the longest response of the config"
+        )
+    counts = count_parameters(facts)
+    terms = weight_times(config, facts)
+    prefill = config.generator.tensor_parallel * FLOPS_PER_S * PREFILL_EFFICIENCY
+    prefill /= 2 * active_parameters(facts, counts)
+    lengths = _lengths(mean_response_tokens, longest_response(config))
+    prompt = Distribution.point(
+        float(max(1, min(256, config.model.max_context_length - longest_response(config))))
+    )
+    return Profile(
+        sources=(SOURCE, "bandwidths of weights: forgeasync/planning/weight_times.py"),
+        hardware=GPU,
+        model=config.model.path,
+        kv_block_tokens=KV_BLOCK_TOKENS[Machine.GPU],
+        decode=_decode(config, facts, counts),
+        prefill_tokens_per_s=prefill,
+        train=_train(config, facts, counts),
+        between_steps_s=Distribution.point(BETWEEN_S),
+        weights=WeightTimes(
+            wait_s=Distribution.point(0.0),
+            publish_s=Distribution.point(seconds_of("publish", terms)),
+            fetch_s=Distribution.point(seconds_of("fetch", terms) + seconds_of("stage", terms)),
+            swap_s=Distribution.point(seconds_of(f"pause, shadow: {config.weights.shadow}", terms)),
+        ),
+        score_s=Distribution.point(SCORE_S),
+        score_places=config.scorer.num_workers,
+        lengths={
+            source.name: Lengths(prompt=prompt, response=lengths, prompt_share=0.5)
+            for source in named_sources(config.data)
+        },
+        start_s=START_S,
+    )
+
+
+def _decode(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> tuple[DecodePoint, ...]:
+    generator = config.generator
+    per_rank = generator_parameters_per_rank(config, facts, counts)
+    element, tensor = BYTES_PER_ELEMENT[generator.dtype], generator.tensor_parallel
+    of_experts = per_rank * counts.experts / counts.total
+    points = []
+    for running in powers_of_two(generator.max_num_seqs):
+        # Share of experts that at least one token is routed to, if the router has no preference.
+        touched = 1.0
+        if facts.num_experts:
+            touched = 1.0 - (1.0 - facts.top_k / facts.num_experts) ** running
+        weights = (per_rank - of_experts * (1.0 - touched)) * element
+        compute_s = 2 * active_parameters(facts, counts) * running / tensor
+        compute_s /= FLOPS_PER_S * PREFILL_EFFICIENCY
+        for context in CONTEXTS:
+            read = weights + running * context * kv_bytes_per_token(config, facts)
+            read_s = read / (DEVICE_BYTES_PER_S * DECODE_EFFICIENCY)
+            points.append(
+                DecodePoint(
+                    num_running=running,
+                    num_context_tokens=context,
+                    step_s=STEP_OVERHEAD_S + max(read_s, compute_s),
+                )
+            )
+    return tuple(points)
+
+
+def _train(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> tuple[TrainPoint, ...]:
+    """Return optimizer steps of several costs.
+
+    The forward pass needs 2 FLOPs for each parameter that a token uses, and for attention as many as
+    ``planning.pair_cost`` says. The backward pass needs twice as many, and recomputing activations needs
+    another forward pass. The processes of a data rank share its rows.
+    """
+    trainer = config.trainer
+    passes = 4 if trainer.activation_checkpointing is ActivationCheckpointing.FULL else 3
+    flops_per_s = trainer.parallel.tensor * trainer.parallel.context * FLOPS_PER_S * TRAIN_EFFICIENCY
+    token_s = passes * 2 * active_parameters(facts, counts) / flops_per_s
+    optimizer_s = OPTIMIZER_BYTES * trainer_parameters_per_rank(config, counts) / DEVICE_BYTES_PER_S
+    return tuple(
+        TrainPoint(
+            num_rows=num_rows,
+            cost=num_rows * trainer.tokens_per_row,
+            step_s=optimizer_s + num_rows * trainer.tokens_per_row * token_s,
+        )
+        for num_rows in (1, 2, 8)
+    )
+
+
+def _lengths(mean: float, longest: int) -> Distribution:
+    """Return a lognormal distribution with sigma 0.8 that has this mean after the truncation at ``longest``.
+
+    A mean close to ``longest`` cannot be reached; the distribution then comes as close as possible.
+    """
+    normal = [NormalDist().inv_cdf((index + 0.5) / NUM_QUANTILES) for index in range(NUM_QUANTILES)]
+
+    def cut(median: float) -> list[float]:
+        return [min(float(longest), max(1.0, median * math.exp(0.8 * z))) for z in normal]
+
+    low, high = 1.0, float(longest) * 100.0
+    for _ in range(60):
+        median = math.sqrt(low * high)
+        low, high = (median, high) if sum(cut(median)) / NUM_QUANTILES < mean else (low, median)
+    quantiles = cut(high)
+    return Distribution(mean=min(quantiles[-1], sum(quantiles) / NUM_QUANTILES), quantiles=tuple(quantiles))

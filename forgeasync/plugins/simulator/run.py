@@ -383,7 +383,7 @@ class Generators:
         self.decode = DecodeTable(profile.decode)
         cost = EngineCost(
             decode=self.decode,
-            prefill_s_per_token=1.0 / profile.prefill_tokens_per_s.mean,
+            prefill_s_per_token=1.0 / profile.prefill_tokens_per_s,
             kv_block_tokens=profile.kv_block_tokens,
             max_num_seqs=run.max_num_seqs,
             max_kv_tokens=run.max_kv_tokens,

@@ -78,7 +78,7 @@ def _changes(run: SimulatedRun, profile: Profile) -> Iterator[tuple[str, str, Si
     # One on each host, since all hosts have the same number.
     more = replace(run, num_replicas=run.num_replicas + run.num_generator_hosts)
     yield "one more replica", "generators bound", more, profile
-    train = tuple(one.model_copy(update={"step_s": one.step_s.scaled(0.5)}) for one in profile.train)
+    train = tuple(one.model_copy(update={"step_s": 0.5 * one.step_s}) for one in profile.train)
     yield "a trainer twice as fast", "the trainer bounds", run, profile.model_copy(update={"train": train})
     times = profile.weights
     fast = WeightTimes(

@@ -8,6 +8,6 @@ from .run_reader import status_lines as status_lines
 from .run_reader import status_of as status_of
 
 # Only tests import these.
-from .appended_lines import AppendedLines as AppendedLines
+from .followed_file import FollowedFile as FollowedFile
 from .server import application as application
 from .server import serve as serve

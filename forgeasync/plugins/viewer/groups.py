@@ -1,4 +1,4 @@
-"""History of each group, from the ledger, with the approximate time of each event.
+"""History of each group, from the ledger.
 
 ``apps.verify`` checks a ledger strictly. Here an event that does not follow from earlier ones is counted, and
 shown as far as possible.
@@ -6,12 +6,10 @@ shown as far as possible.
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
 from pathlib import Path
-
-import numpy as np
 
 from forgeasync.buffer import (
     AnyEvent,
@@ -32,8 +30,7 @@ from forgeasync.buffer import (
     Trained,
     Update,
 )
-from forgeasync.plugins.viewer.appended_lines import LineUnreadable, Piece, read_record
-from forgeasync.plugins.viewer.metrics import ELAPSED_S, MetricTable
+from forgeasync.plugins.viewer.followed_file import LineUnreadable, read_record
 
 
 class Fate(StrEnum):
@@ -124,10 +121,10 @@ class GroupHistories:
 
     # ---- events
 
-    def add(self, piece: Piece) -> None:
+    def add(self, lines: Sequence[bytes], start: int) -> None:
         """Add the next lines of the ledger; damaged lines are counted and skipped."""
-        offset = piece.start
-        for line in piece.lines():
+        offset = start
+        for line in lines:
             if self._refusal is not None:
                 return
             try:
@@ -269,57 +266,3 @@ class GroupHistories:
             return None
         source, task_id = submitted.get("source"), submitted.get("task_id")
         return (source, task_id) if isinstance(source, str) and isinstance(task_id, str) else None
-
-
-class RunClock:
-    """Maps lines of the ledger, which has no times, to seconds on the run's clock (``time/elapsed_s``).
-
-    The line of a trained step has the step's time. Lines between two steps are assumed to be evenly spaced,
-    so their times are accurate to one step.
-    """
-
-    def __init__(self, groups: GroupHistories, metrics: MetricTable) -> None:
-        elapsed = metrics.by_step(ELAPSED_S)
-        known = sorted((line, elapsed[step]) for step, line in groups.line_of_step.items() if step in elapsed)
-        self._lines = np.array([1.0, *(line for line, _ in known)])
-        self._times = np.maximum.accumulate([0.0, *(at_s for _, at_s in known)])
-        self._begins_late = groups.first_step > 0
-
-    def about_s(self, line: int | None) -> float | None:
-        """Return the approximate time of a line; None if there are no steps on both sides of it."""
-        if line is None or not self._lines[0] <= line <= self._lines[-1] or len(self._lines) < 2:
-            return None
-        if self._begins_late and line < self._lines[1]:
-            return None
-        return float(np.interp(line, self._lines, self._times))
-
-
-def history_answer(groups: GroupHistories, clock: RunClock, one: GroupHistory) -> dict[str, object]:
-    """Return one group as JSON types: its events in order, each with its time and the steps before it."""
-    lines = [
-        ("submitted", one.submitted_line),
-        ("restored" if one.is_restored else "started", one.started_line),
-        ("sampled", one.sampled_line),
-        ("scored", one.scored_line),
-        (one.fate if one.undone_line is None else "ended", one.ended_line),
-        ("undone", one.undone_line),
-    ]
-    return {
-        "group": one.group,
-        "prompt": one.prompt,
-        "attempt": one.attempt,
-        "fate": one.fate,
-        "reason": one.reason,
-        "is_resubmitted": one.is_resubmitted,
-        "step": one.step,
-        "events": [
-            {
-                "what": what,
-                "line": line,
-                "num_steps_made": groups.step_before(line),
-                "about_s": clock.about_s(line),
-            }
-            for what, line in lines
-            if line is not None
-        ],
-    }

@@ -12,10 +12,9 @@ import msgspec
 import numpy as np
 
 from forgeasync.observability import Lane, Span, named_lanes
-from forgeasync.plugins.viewer.groups import Fate, GroupHistory, RunClock
-from forgeasync.plugins.viewer.metrics import ELAPSED_S, MAIN_METRICS, STEP
+from forgeasync.plugins.viewer.groups import Fate, GroupHistory
 from forgeasync.plugins.viewer.processes import recorded_at
-from forgeasync.plugins.viewer.run_reader import RunReader
+from forgeasync.plugins.viewer.run_reader import ELAPSED_S, MAIN_METRICS, STEP, RunClock, RunReader
 
 TRAINER, GROUPS, FAULTS = 1, 2, 3
 """Process numbers in the file for steps, groups and faults, which are no processes."""

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from forgeasync.observability import NOT_THERE, ORDER, SUFFIX, Lane, Span, named_lanes, shares, states_between
-from forgeasync.plugins.viewer.appended_lines import FollowedFile, Piece
+from forgeasync.plugins.viewer.followed_file import FollowedFile
 
 MAX_SPANS = 400
 """Maximum number of one lane's spans in an answer; the longest are kept."""
@@ -46,9 +46,9 @@ class FaultLines:
         """Number of lines that do not belong in such a file, or that end a fault that did not begin."""
         self._faults: dict[int, Fault] = {}
 
-    def add(self, piece: Piece) -> None:
+    def add(self, lines: Sequence[bytes], start: int) -> None:
         """Add the next lines; damaged lines are counted and skipped."""
-        for line in piece.lines():
+        for line in lines:
             try:
                 fault = _FAULT_DECODER.decode(line)
                 if fault.event == "recovered":
@@ -90,8 +90,8 @@ class _TraceLines:
     def __init__(self) -> None:
         self.lane = Lane()
 
-    def add(self, piece: Piece) -> None:
-        for line in piece.lines():
+    def add(self, lines: Sequence[bytes], start: int) -> None:
+        for line in lines:
             self.lane.add(line)
 
 
@@ -126,7 +126,7 @@ class Traces:
     def problems(self) -> list[str]:
         """Messages about parts of the traces that could not be read or written."""
         found = [] if self._problem is None else [self._problem]
-        found += [file.lines.problem for file in self._files.values() if file.lines.problem is not None]
+        found += [file.problem for file in self._files.values() if file.problem is not None]
         for path, file in self._files.items():
             lane = file.contents.lane
             if lane.num_damaged:

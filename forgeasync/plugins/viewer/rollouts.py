@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from forgeasync.plugins.viewer.appended_lines import LineUnreadable, Piece, read_record
+from forgeasync.plugins.viewer.followed_file import LineUnreadable, read_record
 from forgeasync.rollouts import RolloutKey
 
 MAX_ROLLOUTS = 200
@@ -59,10 +59,10 @@ class _LineIndex:
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, lines: Sequence[bytes], start: int) -> None:
         """Add the next lines; damaged lines are counted and skipped."""
-        offset = piece.start
-        for line in piece.lines():
+        offset = start
+        for line in lines:
             found = self._beginning.match(line)
             if found is None or not line.endswith(b"}"):
                 self.num_damaged += 1

@@ -1,15 +1,18 @@
-"""Reads one run folder while the run writes it: its contents and its status; writes nothing."""
+"""Reads one run folder while the run writes it: its contents, metrics and status; writes nothing."""
 
 import contextlib
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
+import msgspec
+import numpy as np
 import yaml
 
 from forgeasync.observability import (
@@ -24,12 +27,108 @@ from forgeasync.observability import (
     verdict_lines,
     visible_line,
 )
-from forgeasync.plugins.viewer.appended_lines import FollowedFile
+from forgeasync.plugins.viewer.followed_file import FollowedFile
 from forgeasync.plugins.viewer.groups import GroupHistories
-from forgeasync.plugins.viewer.metrics import ELAPSED_S, MAIN_METRICS, MetricTable
 from forgeasync.plugins.viewer.processes import FaultLines, Traces
 from forgeasync.plugins.viewer.rollouts import RolloutIndex, TokenIndex
 from forgeasync.processes import is_running
+
+STEP = "step"
+ELAPSED_S = "time/elapsed_s"
+
+MAIN_METRICS = (
+    *("policy_version", "eval/accuracy", "reward/mean", "response/length_mean"),
+    *("off_policy/age_mean", "off_policy/age_max", "mismatch/logprob_abs_mean", "grad_norm"),
+    *("time/step_s", "time/wait_for_batch_s", "load/trainer_wait_share"),
+    *("throughput/train_tokens_per_s", "throughput/generated_tokens_per_s", "generator/num_healthy"),
+)
+"""Metrics whose newest values are part of a run's status, and which are the counters of a trace file."""
+
+
+class MetricTable:
+    """All lines of metrics.jsonl so far; uses 16 bytes per value."""
+
+    def __init__(self) -> None:
+        self.num_lines = 0
+        self.num_damaged = 0
+        """Number of lines that are not a JSON object with a step."""
+        self._steps: dict[str, array[int]] = {}
+        self._values: dict[str, array[float]] = {}
+
+    def add(self, lines: Sequence[bytes], start: int) -> None:
+        """Add the next lines; damaged lines are counted and skipped."""
+        for line in lines:
+            self._add_line(line)
+
+    def _add_line(self, line: bytes) -> None:
+        try:
+            record = msgspec.json.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            record = None
+        step = record.get(STEP) if isinstance(record, dict) else None
+        if not isinstance(record, dict) or not _is_count(step):
+            self.num_damaged += 1
+            return
+        self.num_lines += 1
+        for key, value in record.items():
+            # null represents a value that was not finite; the run has counted it.
+            if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)):
+                if key not in self._steps:
+                    self._steps[key], self._values[key] = array("q"), array("d")
+                self._steps[key].append(step)
+                self._values[key].append(value)
+
+    @property
+    def keys(self) -> list[str]:
+        """Names of all metrics so far, in the order of their first appearance."""
+        return list(self._steps)
+
+    @property
+    def step(self) -> int:
+        """Step of the last line; 0 before the first step."""
+        newest = self.newest(STEP)
+        return 0 if newest is None else newest[0]
+
+    def by_step(self, key: str) -> dict[int, float]:
+        """Return the values of a key by step; the newest one, if a step has several."""
+        return dict(zip(self._steps.get(key, ()), self._values.get(key, ()), strict=True))
+
+    def tail(self, key: str, num_lines: int) -> list[tuple[int, float]]:
+        """Return the step and the value of the last lines that have a key, oldest first."""
+        steps, values = self._steps.get(key, ()), self._values.get(key, ())
+        return list(zip(steps[-num_lines:], values[-num_lines:], strict=True))
+
+    def newest(self, key: str) -> tuple[int, float] | None:
+        """Return the step and the value of the last line that has a key."""
+        return next(iter(self.tail(key, 1)), None)
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+class RunClock:
+    """Maps lines of the ledger, which has no times, to seconds on the run's clock (``time/elapsed_s``).
+
+    The line of a trained step has the step's time. Lines between two steps are assumed to be evenly spaced,
+    so their times are accurate to one step.
+    """
+
+    def __init__(self, groups: GroupHistories, metrics: MetricTable) -> None:
+        elapsed = metrics.by_step(ELAPSED_S)
+        known = sorted((line, elapsed[step]) for step, line in groups.line_of_step.items() if step in elapsed)
+        self._lines = np.array([1.0, *(line for line, _ in known)])
+        self._times = np.maximum.accumulate([0.0, *(at_s for _, at_s in known)])
+        self._begins_late = groups.first_step > 0
+
+    def about_s(self, line: int | None) -> float | None:
+        """Return the approximate time of a line; None if there are no steps on both sides of it."""
+        if line is None or not self._lines[0] <= line <= self._lines[-1] or len(self._lines) < 2:
+            return None
+        if self._begins_late and line < self._lines[1]:
+            return None
+        return float(np.interp(line, self._lines, self._times))
+
 
 DEMO_RUN = Path(__file__).parent / "demo"
 """Folder of a small recorded run whose generator was killed."""
@@ -133,14 +232,14 @@ class RunReader:
     def progress(self) -> list[dict[str, object]]:
         """Number of bytes of each file that were read, and that were not."""
         return [
-            {"file": lines.path.name, "read": lines.position, "unread": lines.num_unread_bytes}
-            for lines in (file.lines for file in self._files)
+            {"file": file.path.name, "read": file.position, "unread": file.num_unread_bytes}
+            for file in self._files
         ]
 
     @property
     def problems(self) -> list[str]:
         """Messages about parts of the folder that could not be read or were skipped."""
-        found = [file.lines.problem for file in self._files if file.lines.problem is not None]
+        found = [file.problem for file in self._files if file.problem is not None]
         found += self.traces.problems
         if self._settings_problem is not None:
             found.append(self._settings_problem)
@@ -148,10 +247,7 @@ class RunReader:
         damaged: list[FollowedFile[Any]] = [self._metrics, self._faults, self._rollouts, self._tokens]
         for file in damaged:
             if num := file.contents.num_damaged:
-                found.append(f"{file.lines.path.name}: {num} damaged lines were left out")
-        for file in self._files:
-            if num := file.num_too_long:
-                found.append(f"{file.lines.path.name}: {num} lines were too long to be read")
+                found.append(f"{file.path.name}: {num} damaged lines were left out")
         return found
 
     def last_log_line(self) -> str | None:

@@ -19,11 +19,10 @@ from aiohttp import web
 
 from forgeasync.buffer import DropReason
 from forgeasync.observability import TOPICS, definition_of, visible
-from forgeasync.plugins.viewer.groups import Fate, RunClock, history_answer
-from forgeasync.plugins.viewer.metrics import MAIN_METRICS
+from forgeasync.plugins.viewer.groups import Fate, GroupHistories, GroupHistory
 from forgeasync.plugins.viewer.processes import faults_answer, lanes_answer
 from forgeasync.plugins.viewer.rollouts import RolloutNotFound, tokens_answer, worst_answer
-from forgeasync.plugins.viewer.run_reader import RunReader, status_of
+from forgeasync.plugins.viewer.run_reader import MAIN_METRICS, RunClock, RunReader, status_of
 
 MAX_GROUPS = 200
 """Maximum number of groups of one answer."""
@@ -164,7 +163,7 @@ def _groups(run: RunReader, given: Parameters) -> Answer:
     limit = given.number("limit", default=50, below=MAX_GROUPS + 1)
     return {
         "num_groups": len(found),
-        "groups": [history_answer(groups, clock, one) for one in found[skip : skip + limit]],
+        "groups": [_history(groups, clock, one) for one in found[skip : skip + limit]],
     }
 
 
@@ -181,9 +180,40 @@ def _group(run: RunReader, given: Parameters) -> Answer:
         "group": group,
         "source": None if task is None else task[0],
         "task_id": None if task is None else task[1],
-        "histories": [history_answer(groups, clock, one) for one in found],
+        "histories": [_history(groups, clock, one) for one in found],
         "attempts": [{"group": one.group, "attempt": one.attempt, "fate": one.fate} for one in attempts],
         **run.rollouts.rows(rollouts),
+    }
+
+
+def _history(groups: GroupHistories, clock: RunClock, one: GroupHistory) -> dict[str, object]:
+    """Return one group as JSON types: its events in order, each with its time and the steps before it."""
+    lines = [
+        ("submitted", one.submitted_line),
+        ("restored" if one.is_restored else "started", one.started_line),
+        ("sampled", one.sampled_line),
+        ("scored", one.scored_line),
+        (one.fate if one.undone_line is None else "ended", one.ended_line),
+        ("undone", one.undone_line),
+    ]
+    return {
+        "group": one.group,
+        "prompt": one.prompt,
+        "attempt": one.attempt,
+        "fate": one.fate,
+        "reason": one.reason,
+        "is_resubmitted": one.is_resubmitted,
+        "step": one.step,
+        "events": [
+            {
+                "what": what,
+                "line": line,
+                "num_steps_made": groups.step_before(line),
+                "about_s": clock.about_s(line),
+            }
+            for what, line in lines
+            if line is not None
+        ],
     }
 
 

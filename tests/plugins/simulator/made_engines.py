@@ -9,7 +9,6 @@ from forgeasync.plugins.simulator import (
     DecodeTable,
     DrawnRollout,
     EngineCost,
-    Estimate,
     SimulatedGroup,
 )
 from forgeasync.rollouts import Task
@@ -24,7 +23,7 @@ def play(clock: Clock) -> None:
 def decode_table(steps_s: Mapping[tuple[int, int], float]) -> DecodeTable:
     """By the number of running sequences and the tokens of the mean context."""
     points = [
-        DecodePoint(num_running=running, num_context_tokens=context, step_s=Estimate.stated(step_s))
+        DecodePoint(num_running=running, num_context_tokens=context, step_s=step_s)
         for (running, context), step_s in steps_s.items()
     ]
     return DecodeTable(points)

@@ -46,7 +46,7 @@ def test_terms_of_our_configs() -> None:
             "GPUs": str(num_gpus),
             "decode step": f"{decode_ms:.0f} ms with {num_seqs} sequences",
             "training on a batch": f"{train_s:.0f} s",
-            "publish, fetch, pause": ", ".join(f"{one.mean.mean:.1f}" for one in times) + " s",
+            "publish, fetch, pause": ", ".join(f"{one.mean:.1f}" for one in times) + " s",
             "step": f"{prediction.step_s:.0f} s",
             "trained tokens per second and GPU": f"{prediction.trained_tokens_per_s / num_gpus:.0f}",
         }

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from forgeasync.config import AgeOf, BufferSection, KvAfterSwap, ScorerSection, StaleGroups, WeightsSection
 from forgeasync.plugins.simulator import (
-    Estimate,
     Profile,
     RandomDraws,
     RunSimulation,
@@ -174,7 +173,7 @@ def test_steps_take_what_is_computed_by_hand(
 
 def test_keys_are_computed_again_after_a_swap_on_request() -> None:
     profile = simple_profile(token_s=1e-6, lengths=(80.0, 80.0))
-    profile = profile.model_copy(update={"prefill_tokens_per_s": Estimate.stated(1e3)})
+    profile = profile.model_copy(update={"prefill_tokens_per_s": 1e3})
     weights = [WeightsSection(kv_cache=kind) for kind in (KvAfterSwap.KEEP, KvAfterSwap.RECOMPUTE)]
     keep, recompute = (simulate(small_run(weights=one, max_num_seqs=6), profile) for one in weights)
     assert recompute.step_s > keep.step_s

@@ -1,22 +1,40 @@
 """Files that grow, are cut and are replaced while they are read."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.plugins.viewer import AppendedLines
+from forgeasync.plugins.viewer import FollowedFile
 
 
-def all_lines(file: AppendedLines) -> list[bytes]:
-    """Everything up to the end of the file as it is, the first reading included."""
-    found: list[bytes] = []
-    while (piece := file.read()) is not None:
-        found = ([] if piece.is_restart else found) + piece.lines()
-    return found
+class Lines:
+    """The lines of one file, in which each begins where it is said to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: list[bytes] = []
+
+    def add(self, lines: Sequence[bytes], start: int) -> None:
+        with self.path.open("rb") as file:
+            file.seek(start)
+            assert file.read(len(lines[0])) == lines[0]
+        self.found += lines
+
+
+def follow(path: Path, **bounds: int) -> FollowedFile[Lines]:
+    return FollowedFile(path, partial(Lines, path), **bounds)
+
+
+def all_lines(file: FollowedFile[Lines]) -> list[bytes]:
+    """Everything up to the end of the file as it is."""
+    while file.read_some():
+        pass
+    return file.contents.found
 
 
 LINES = st.lists(st.binary(max_size=20).map(lambda one: one.replace(b"\n", b"")), max_size=12)
@@ -28,16 +46,11 @@ def test_whatever_is_there_at_a_time_the_lines_come_whole_once_and_in_order(
 ) -> None:
     path = tmp_path_factory.mktemp("run") / "file.jsonl"
     whole = b"".join(line + b"\n" for line in lines)
-    reader = AppendedLines(path, piece_bytes=piece_bytes)
-    found: list[bytes] = []
+    reader = follow(path, piece_bytes=piece_bytes)
     for size in (*sorted(cut % (len(whole) + 1) for cut in cuts), len(whole)):
         path.write_bytes(whole[:size]) if not path.exists() else append(path, whole[:size])
-        while (piece := reader.read()) is not None:
-            assert not piece.is_restart
-            assert whole[piece.start :].startswith(piece.data)
-            found += piece.lines()
-        assert found == whole[:size].split(b"\n")[:-1]
-    assert found == lines
+        assert all_lines(reader) == whole[:size].split(b"\n")[:-1]
+    assert all_lines(reader) == lines
 
 
 def append(path: Path, content: bytes) -> None:
@@ -77,22 +90,15 @@ def test_a_file_that_is_another_one_now_is_read_anew(
 ) -> None:
     path = tmp_path / "file.jsonl"
     path.write_bytes(b"".join(line + b"\n" for line in before))
-    reader = AppendedLines(path)
+    reader = follow(path)
     assert all_lines(reader) == before
     change(path, b"".join(line + b"\n" for line in after))
-    piece = reader.read()
-    assert piece is not None and piece.is_restart and piece.start == 0
-    assert piece.lines() == after and reader.read() is None
+    assert reader.read_some() and reader.contents.found == after and not reader.read_some()
 
 
-def test_a_line_that_is_too_long_is_passed_over_and_counted(tmp_path: Path) -> None:
+def test_a_line_that_is_too_long_ends_the_reading(tmp_path: Path) -> None:
     path = tmp_path / "file.jsonl"
-    path.write_bytes(b"one\n" + b"x" * 100 + b"\ntwo\nthree")
-    reader = AppendedLines(path, piece_bytes=4, max_line_bytes=16)
-    lines, num_too_long = [], 0
-    while (piece := reader.read()) is not None:
-        lines += piece.lines()
-        num_too_long += piece.num_too_long
-    assert (lines, num_too_long) == ([b"one", b"two"], 1)
-    append(path, path.read_bytes() + b"\n")
-    assert all_lines(reader) == [b"three"]
+    path.write_bytes(b"one\n" + b"x" * 100 + b"\ntwo\n")
+    reader = follow(path, piece_bytes=4, max_line_bytes=16)
+    assert all_lines(reader) == [b"one"] and reader.num_unread_bytes == 105
+    assert reader.problem == "file.jsonl: a line is too long, and is not read with what follows it"
