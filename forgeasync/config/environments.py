@@ -109,8 +109,6 @@ class EpisodesSection(Section):
     """Time limit for the environment between two turns of the model, and after the last turn."""
     tool_s: Seconds = 60.0
     """Time limit for one tool call."""
-    judge_s: Seconds = 120.0
-    """Time limit for one turn of an agent that is not trained, such as a judge."""
     heartbeat_s: Seconds = 8.0
     """Time without an answer after which a worker is stopped and replaced."""
     endings: EndingsSection = EndingsSection()

@@ -2,9 +2,9 @@ from .agent import AgentRole as AgentRole
 from .agent import EpisodeAgent as EpisodeAgent
 from .agent import TurnLimits as TurnLimits
 from .agent import TurnRequest as TurnRequest
-from .build import build_environment as build_environment
-from .build import check_environment as check_environment
-from .build import run_apart as run_apart
+from .environment import build_environment as build_environment
+from .environment import check_environment as check_environment
+from .environment import run_apart as run_apart
 from .check_template import check_template as check_template
 from .conversation import RecordedBranch as RecordedBranch
 from .endpoint_agent import EndpointAgent as EndpointAgent
@@ -93,7 +93,6 @@ from .chat_formats import MAX_VALUES as MAX_VALUES
 from .chat_formats import TemplateRenderer as TemplateRenderer
 from .check_template import CheckRow as CheckRow
 from .check_template import Difference as Difference
-from .check_template import TurnMatch as TurnMatch
 from .check_template import check_renderer as check_renderer
 from .check_template import compare as compare
 from .conversation import AnsweredMessages as AnsweredMessages

@@ -13,10 +13,9 @@ import json
 import random
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,14 +64,6 @@ _MARKS = r"(?:\s|</?think>)*"
 """Pattern of reasoning marks and white space."""
 
 
-class TurnMatch(StrEnum):
-    """How a turn of a path differs from its form in the whole conversation rendered at once."""
-
-    SAME = "same tokens"
-    RETOKENIZED = "same text, other tokens inside a turn"
-    WITHOUT_REASONING = "without reasoning"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """The first difference of two sequences of tokens."""
@@ -88,7 +79,7 @@ def compare(
     walked: ConversationPath,
     messages: Sequence[Message],
     anew_ids: Sequence[int],
-) -> frozenset[TurnMatch] | Difference:
+) -> Difference | None:
     """Compare a path with ``anew_ids``, the tokens of the whole conversation rendered at once.
 
     They may differ in two ways only:
@@ -98,39 +89,35 @@ def compare(
       block. There the path has reasoning marks, the message's reasoning and white space, and ``anew_ids`` has
       only marks and white space.
 
-    Returns all ways in which turns differ, or the first difference that is not allowed.
+    Returns the first difference that is not allowed, or None.
     """
-    likenesses: set[TurnMatch] = set()
     position = 0
     for step in walked.steps:
         given, turn = step.given_ids.tolist(), step.turn.ids_T.tolist()
-        found = _find_turn(tokenizer, given, turn, messages[step.index], list(anew_ids[position:]))
-        if found is None:
+        num_tokens = _find_turn(tokenizer, given, turn, messages[step.index], list(anew_ids[position:]))
+        if num_tokens is None:
             return Difference(index=step.index, path_ids=[*given, *turn], anew_ids=anew_ids[position:])
-        likeness, num_tokens = found
-        likenesses.add(likeness)
         position += num_tokens
     last = walked.last_given_ids.tolist()
     if list(anew_ids[position:]) != last:
         index = walked.steps[-1].index if walked.steps else 0
         return Difference(index=index, path_ids=last, anew_ids=anew_ids[position:])
-    return frozenset(likenesses)
+    return None
 
 
 def _find_turn(
     tokenizer: "PreTrainedTokenizerBase", given: list[int], turn: list[int], message: Message, anew: list[int]
-) -> tuple[TurnMatch, int] | None:
-    """Return how given tokens and a turn match the start of ``anew``, and the number of matching tokens."""
+) -> int | None:
+    """Return the number of tokens at the start of ``anew`` that given tokens and a turn match, or None."""
     both = [*given, *turn]
     if anew[: len(both)] == both:
-        return TurnMatch.SAME, len(both)
+        return len(both)
     num_given = num_alike(given, anew)
     if num_given < len(given) - _MAX_OPENING:
         return None
     path = text_of_ids(tokenizer, both[num_given:])
     rest = anew[num_given:]
     text = text_of_ids(tokenizer, rest)
-    likeness = TurnMatch.RETOKENIZED
     num_characters = len(path)
     if not text.startswith(path):
         reasoning = re.escape(message.get("reasoning_content", "").strip())
@@ -139,11 +126,11 @@ def _find_turn(
         found = re.match(_MARKS + re.escape(path[marks.end() :]), text)
         if found is None or "think>" not in marks[0] + found[0]:
             return None
-        likeness, num_characters = TurnMatch.WITHOUT_REASONING, found.end()
+        num_characters = found.end()
     ends = range(len(rest) + 1)
     num_tokens = bisect.bisect_left(ends, num_characters, key=lambda n: len(text_of_ids(tokenizer, rest[:n])))
     is_whole = text_of_ids(tokenizer, rest[:num_tokens]) == text[:num_characters]
-    return (likeness, num_given + num_tokens) if is_whole else None
+    return num_given + num_tokens if is_whole else None
 
 
 NUM_RANDOM = 12
@@ -158,7 +145,6 @@ class CheckRow:
 
     name: str
     num_cases: int
-    notes: tuple[str, ...] = ()
     contradiction: str | None = None
     """The first contradiction, with messages, tokens and texts; None if the check passed."""
 
@@ -181,49 +167,29 @@ def check_renderer(
     except (ValueError, _Contradiction) as error:
         return (CheckRow(name="a prompt is rendered", num_cases=1, contradiction=str(error)),)
     dialogues = list(checker.dialogues(features, num_random))
-    checks: tuple[tuple[str, Callable[[Dialogue], Sequence[str]]], ...] = (
+    checks: tuple[tuple[str, Callable[[Dialogue], None]], ...] = (
         ("messages are only appended", checker.check_appended),
         ("what is appended is what rendering anew gives", checker.check_anew),
         ("turns survive being written and read", checker.check_read),
         ("a turn that was cut is continued", checker.check_cut),
         ("whatever a model writes is read", checker.check_hostile),
     )
-    rows = [CheckRow(name="what the format has", num_cases=1, notes=(_words(features),))]
+    rows = []
     for name, check in checks:
-        notes: Counter[str] = Counter()
         contradiction = None
         num_cases = 0
         for dialogue in dialogues:
             num_cases += 1
             try:
-                notes.update(check(dialogue))
+                check(dialogue)
             except _Contradiction as error:
                 contradiction = f"{dialogue.name}: {error}"
                 break
             except ValueError as error:
                 contradiction = f"{dialogue.name}: {error}; messages {list(dialogue.messages)!r}"
                 break
-        rows.append(
-            CheckRow(
-                name=name,
-                num_cases=num_cases,
-                notes=tuple(f"{note}: {count}" for note, count in sorted(notes.items())),
-                contradiction=contradiction,
-            )
-        )
+        rows.append(CheckRow(name=name, num_cases=num_cases, contradiction=contradiction))
     return tuple(rows)
-
-
-def _words(features: TemplateFeatures) -> str:
-    kinds = {
-        "system messages": features.system,
-        "reasoning": features.reasoning,
-        "tools": bool(features.tools),
-        "tool calls": features.calls,
-        "several tool calls in a turn": features.parallel_calls,
-        "text beside tool calls": features.text_beside_calls,
-    }
-    return ", ".join(f"{'' if has else 'no '}{kind}" for kind, has in kinds.items())
 
 
 class _Checker:
@@ -284,7 +250,7 @@ class _Checker:
         for _ in range(num_random):
             yield random_dialogue(self._rng, features, self._texts)
 
-    def check_appended(self, dialogue: Dialogue) -> Sequence[str]:
+    def check_appended(self, dialogue: Dialogue) -> None:
         """Check that the tokens after a turn do not depend on how the turn was tokenized."""
         usual = walk(self._renderer, self._tokenizer, dialogue)
         other = walk(self._renderer, self._tokenizer, dialogue, self._other_tokens)
@@ -298,33 +264,24 @@ class _Checker:
                     ours.tolist(),
                     theirs.tolist(),
                 )
-        num_other = sum(
-            len(a.turn.ids_T) != len(b.turn.ids_T) for a, b in zip(usual.steps, other.steps, strict=True)
-        )
-        return ["turns that were tokenized in another way"] * num_other
 
-    def check_anew(self, dialogue: Dialogue) -> Sequence[str]:
+    def check_anew(self, dialogue: Dialogue) -> None:
         """Check by ``compare`` that the path equals the whole conversation rendered at once."""
         if isinstance(self._renderer, PlainRenderer):
             # Without a template roles are ignored, and a turn rendered from text starts with a newline.
-            return ["conversations without a format, which are not compared"]
+            return
         walked = walk(self._renderer, self._tokenizer, dialogue)
         anew = rendered_at_once(self._renderer, dialogue.messages, dialogue.tools)
         found = compare(self._tokenizer, walked, dialogue.messages, anew)
-        if isinstance(found, Difference):
+        if found is not None:
             raise self._contradiction(
                 f"from messages[{found.index}] on, rendering anew gives other tokens",
                 dialogue,
                 found.path_ids,
                 found.anew_ids,
             )
-        words = {
-            TurnMatch.WITHOUT_REASONING: "conversations whose path keeps reasoning that rendering anew drops",
-            TurnMatch.RETOKENIZED: "conversations where rendering anew joins tokens of a turn otherwise",
-        }
-        return [words[likeness] for likeness in found if likeness in words]
 
-    def check_read(self, dialogue: Dialogue) -> Sequence[str]:
+    def check_read(self, dialogue: Dialogue) -> None:
         """Check that text, reasoning and tool calls are parsed as written, with any tokenization."""
         usual = walk(self._renderer, self._tokenizer, dialogue)
         other = walk(self._renderer, self._tokenizer, dialogue, self._other_tokens)
@@ -343,9 +300,8 @@ class _Checker:
                 if problem is not None:
                     raise self._contradiction(problem, dialogue, step.turn.ids_T.tolist(), [])
                 before += step.turn.ids_T.tolist()
-        return ["tool calls"] * sum(len(m.get("tool_calls", ())) for m in dialogue.messages)
 
-    def check_cut(self, dialogue: Dialogue) -> Sequence[str]:
+    def check_cut(self, dialogue: Dialogue) -> None:
         """Check that a cut turn is closed, and that the same tokens follow as after the whole turn."""
         first = walk(self._renderer, self._tokenizer, _first_turn(dialogue))
         step = first.steps[0]
@@ -358,7 +314,6 @@ class _Checker:
         has_end = end in written[len(step.given_ids) :]
         messages = (*first.conversation.messages, follows)
         whole = self._renderer.added_ids(first.conversation, messages, dialogue.tools).tolist()
-        notes = []
         for _ in range(3):
             num_kept = self._rng.randint(1, step.turn.num_tokens)
             ids = step.turn.ids_T[:num_kept]
@@ -387,10 +342,8 @@ class _Checker:
                     added,
                     whole,
                 )
-            notes += [] if is_whole else ["turns that were cut"]
-        return notes
 
-    def check_hostile(self, dialogue: Dialogue) -> Sequence[str]:
+    def check_hostile(self, dialogue: Dialogue) -> None:
         """Check that parsing any tokens raises nothing, and appending raises at most ``BridgeRefused``."""
         first = walk(self._renderer, self._tokenizer, _first_turn(dialogue))
         step = first.steps[0]
@@ -403,11 +356,8 @@ class _Checker:
         read = self._renderer.parse(before, turn, dialogue.tools).message
         messages = (*dialogue.messages[: step.index], checked_message("a turn", read))
         conversation = Conversation(messages=messages, turns={step.index: turn}, token_ids=[*before, *ids])
-        try:
+        with suppress(BridgeRefused):
             self._renderer.added_ids(conversation, (*messages, user("go on")), dialogue.tools)
-        except BridgeRefused:
-            return ["turns after which the conversation must be rendered anew"]
-        return []
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return text_of_ids(self._tokenizer, ids)
@@ -556,10 +506,10 @@ def _named(chosen: ChosenRenderer) -> str:
 
 def _print(chosen: ChosenRenderer, rows: Sequence[CheckRow]) -> int:
     console = Console(highlight=False, markup=False)
-    table = Table("check", "conversations", "result", "notes", title=_named(chosen), title_justify="left")
+    table = Table("check", "conversations", "result", title=_named(chosen), title_justify="left")
     for row in rows:
         verdict = "ok" if row.contradiction is None else "CONTRADICTION"
-        table.add_row(row.name, str(row.num_cases), verdict, "\n".join(row.notes))
+        table.add_row(row.name, str(row.num_cases), verdict)
     console.print(table)
     first = next((row for row in rows if row.contradiction is not None), None)
     if first is None:

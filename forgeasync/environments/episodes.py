@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,6 @@ class EpisodeActivity:
     last_s: float = 0.0
     """Start of the sampling in progress. Without sampling: start of the episode, or end of a turn or wait."""
     sampling_s: float = 0.0
-    judging_since_s: dict[int, float] = field(default_factory=dict)
     num_waiting: int = 0
     """Number of waits in progress, for people or generators; they may overlap."""
     waited_s: float = 0.0
@@ -72,29 +71,22 @@ class EpisodeActivity:
     """Total time of waits before the first turn. No sampled token ages during them."""
     _waiting_since_s: float = 0.0
 
-    def begin_turn(self, *, is_judge: bool) -> int:
-        """Record the start of a turn; return the turn's number."""
-        number, now_s = self.num_begun, self.now_s()
+    def begin_turn(self) -> None:
+        """Record the start of a turn."""
         if not self.num_sampling:
-            self.last_s = now_s
+            self.last_s = self.now_s()
         self.num_sampling += 1
         self.num_begun += 1
-        if is_judge:
-            self.judging_since_s[number] = now_s
-        return number
 
-    def end_turn(self, number: int) -> None:
+    def end_turn(self) -> None:
         """Record the end of a turn, with any outcome."""
         now_s = self.now_s()
-        self.judging_since_s.pop(number, None)
         self.num_sampling -= 1
         if not self.num_sampling:
             self.sampling_s += now_s - self.last_s
             self.last_s = now_s
 
-    def turns_on(
-        self, loop: asyncio.AbstractEventLoop, *, is_judge: bool
-    ) -> Callable[[], AbstractContextManager[None]]:
+    def turns_on(self, loop: asyncio.AbstractEventLoop) -> Callable[[], AbstractContextManager[None]]:
         """Return a factory of contexts. An agent enters one, on any thread, while an endpoint samples a turn.
 
         This object belongs to ``loop``, and is updated there.
@@ -102,12 +94,11 @@ class EpisodeActivity:
 
         @contextmanager
         def turn() -> Iterator[None]:
-            numbers: list[int] = []
-            loop.call_soon_threadsafe(lambda: numbers.append(self.begin_turn(is_judge=is_judge)))
+            loop.call_soon_threadsafe(self.begin_turn)
             try:
                 yield
             finally:
-                loop.call_soon_threadsafe(lambda: self.end_turn(numbers[0]))
+                loop.call_soon_threadsafe(self.end_turn)
 
         return turn
 
@@ -126,8 +117,6 @@ class EpisodeActivity:
         self.waited_s += waited_s
         if not self.num_begun:
             self.waited_before_turns_s += waited_s
-        for turn, since_s in self.judging_since_s.items():
-            self.judging_since_s[turn] = since_s + waited_s
         if not self.num_sampling:
             self.last_s = now_s
 
@@ -499,7 +488,7 @@ class Episodes:
         )
         return [
             EpisodeAgent(
-                self._sampler(episode, index, role, activity, sample),
+                self._sampler(episode, index, activity, sample),
                 self._renderer,
                 limits,
                 name=role.name,
@@ -511,23 +500,18 @@ class Episodes:
         ]
 
     def _sampler(
-        self,
-        episode: EpisodeId,
-        index: int,
-        role: AgentRole,
-        activity: EpisodeActivity,
-        sample: SampleEpisodeTurn,
+        self, episode: EpisodeId, index: int, activity: EpisodeActivity, sample: SampleEpisodeTurn
     ) -> SampleTurn:
         """Return a function, callable on any loop, that samples one agent's turns on the current loop."""
         loop = asyncio.get_running_loop()
         of_agent = dataclasses.replace(episode, agent=index)
 
         async def here(request: TurnRequest) -> SampledTurn | None:
-            number = activity.begin_turn(is_judge=not role.is_trainable)
+            activity.begin_turn()
             try:
                 return await sample(of_agent, request)
             finally:
-                activity.end_turn(number)
+                activity.end_turn()
 
         async def from_anywhere(request: TurnRequest) -> SampledTurn | None:
             if asyncio.get_running_loop() is loop:
@@ -549,7 +533,7 @@ class Episodes:
             tool_s=self._section.tool_s,
             name=role.name,
             artifacts=artifacts,
-            taking_turn=activity.turns_on(loop, is_judge=not role.is_trainable),
+            taking_turn=activity.turns_on(loop),
             waiting=activity.waiting_on(loop),
         )
 
@@ -609,8 +593,6 @@ class Episodes:
                 deadlines.append(
                     (activity.last_s + section.step_s, f"episodes.step_s = {section.step_s:g} s")
                 )
-        for since_s in () if activity.num_waiting else activity.judging_since_s.values():
-            deadlines.append((since_s + section.judge_s, f"episodes.judge_s = {section.judge_s:g} s"))
         return min(deadlines)
 
     async def _end(self, thread: EpisodeThread[object], ended: "asyncio.Future[object]") -> None:

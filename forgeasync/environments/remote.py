@@ -10,8 +10,7 @@ import aiohttp
 import msgspec
 
 from forgeasync.config import Ending, RemoteEnvironment, SandboxSection
-from forgeasync.environments.build import SectionEnvironment, run_apart
-from forgeasync.environments.environment import Agent, EpisodeInterrupted
+from forgeasync.environments.environment import Agent, EpisodeInterrupted, SectionEnvironment, run_apart
 from forgeasync.environments.episodes import ENDINGS
 from forgeasync.rollouts import Score, Task
 from forgeasync.schema import Problem

@@ -11,8 +11,15 @@ from decimal import Decimal
 from typing import Any
 
 from forgeasync.config import AnswerCheck, AnswerMatch, McpEnvironment, PythonTool, SandboxSection
-from forgeasync.environments.build import SectionEnvironment, run_apart
-from forgeasync.environments.environment import NUMBER, Agent, EpisodeInterrupted, ToolError, final_answer
+from forgeasync.environments.environment import (
+    NUMBER,
+    Agent,
+    EpisodeInterrupted,
+    SectionEnvironment,
+    ToolError,
+    final_answer,
+    run_apart,
+)
 from forgeasync.environments.messages import Message, ToolSpec
 from forgeasync.environments.tools import (
     TEMPLATE_FORM,

@@ -265,7 +265,7 @@ async def test_a_thread_that_spins_is_interrupted_and_one_that_blocks_is_counted
     await hand_time.stand_until(lambda: not spinning.num_stuck)
 
 
-@pytest.mark.parametrize("key", ["setup_s", "step_s", "judge_s"])
+@pytest.mark.parametrize("key", ["setup_s", "step_s"])
 async def test_every_part_of_an_episode_has_its_deadline(key: str, hand_time: HandTime) -> None:
     waits = threading.Event()
 
@@ -273,26 +273,16 @@ async def test_every_part_of_an_episode_has_its_deadline(key: str, hand_time: Ha
         waits.set()
         await asyncio.Event().wait()
 
-    async def rollout(task: Task, agents: Agents) -> Score:
+    async def rollout(task: Task, agent: Agent) -> Score:
         if key == "setup_s":
             await wait()
-        await agents.solver.respond(task.prompt)
-        if key == "step_s":
-            await wait()
-        await agents.judge.respond(task.prompt)
+        await agent.respond(task.prompt)
+        await wait()
         return Score(value=0.0, is_correct=False)
 
-    models = Models()
-
-    async def slow_judge(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
-        if episode.agent == 1:
-            await wait()
-        return await models(episode, request)
-
-    roles = (AgentRole(name="solver", is_trainable=True), AgentRole(name="judge", is_trainable=False))
     section = EpisodesSection(**{key: 0.2})
-    episodes = make_episodes(FromFunction(rollout), section=section, roles=roles, now_s=hand_time)
-    outcome = await run_past_deadline(episodes, hand_time, slow_judge, has_begun=waits.is_set)
+    episodes = make_episodes(FromFunction(rollout), section=section, now_s=hand_time)
+    outcome = await run_past_deadline(episodes, hand_time, has_begun=waits.is_set)
     assert outcome.ending is Ending.TIMEOUT and f"took longer than episodes.{key} = 0.2 s" in outcome.problem
 
 

@@ -27,7 +27,6 @@ from forgeasync.environments.sessions.dialect import (
     dumps,
     joined_text,
     names,
-    pieces,
     read_body,
     refusals,
     shown,
@@ -285,15 +284,14 @@ def _parts(block: Json) -> tuple[Json, list[Json]]:
     """Return a block without its content, and the deltas with its content."""
     match block["type"]:
         case "thinking":
-            deltas = [{"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])]
-            deltas.append({"type": "signature_delta", "signature": block["signature"]})
-            return {**block, "thinking": "", "signature": ""}, deltas
+            thinking = {"type": "thinking_delta", "thinking": block["thinking"]}
+            signature = {"type": "signature_delta", "signature": block["signature"]}
+            return {**block, "thinking": "", "signature": ""}, [thinking, signature]
         case "text":
-            return {**block, "text": ""}, [
-                {"type": "text_delta", "text": piece} for piece in pieces(block["text"])
-            ]
-    texts = pieces(dumps(block["input"]))
-    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text} for text in texts]
+            text = {"type": "text_delta", "text": block["text"]}
+            return {**block, "text": ""}, [text] if block["text"] else []
+    json_delta = {"type": "input_json_delta", "partial_json": dumps(block["input"])}
+    return {**block, "input": {}}, [json_delta]
 
 
 def _stop(request: InferenceRequest, turn: Turn) -> Json:

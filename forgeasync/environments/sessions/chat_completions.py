@@ -28,7 +28,6 @@ from forgeasync.environments.sessions.dialect import (
     chosen_tools,
     joined_text,
     names,
-    pieces,
     read_body,
     refusals,
     shown,
@@ -237,16 +236,12 @@ def _choice(index: int, turn: Turn) -> Json:
 def _deltas(turn: Turn) -> Iterator[Json]:
     seen = shown(turn)
     yield {"role": ASSISTANT, "content": None if seen.tool_calls and not seen.text else ""}
-    for piece in pieces(seen.reasoning or ""):
-        yield {"reasoning_content": piece}
-    for piece in pieces(seen.text):
-        yield {"content": piece}
+    if seen.reasoning:
+        yield {"reasoning_content": seen.reasoning}
+    if seen.text:
+        yield {"content": seen.text}
     for index, call in enumerate(seen.tool_calls):
-        form = call.message_form
-        function = {"name": call.name, "arguments": ""}
-        yield {"tool_calls": [{"index": index, "id": call.id, "type": "function", "function": function}]}
-        for piece in pieces(form["function"]["arguments"]):
-            yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
+        yield {"tool_calls": [{"index": index, **call.message_form}]}
 
 
 def _finish_reason(turn: Turn) -> str:

@@ -44,11 +44,6 @@ MAX_UNKNOWN_NAMES = 16
 MAX_UNKNOWN_CHARS = 80
 """Maximum characters of the name of an unknown field, with its path."""
 
-MAX_PIECES = 64
-"""Maximum number of pieces in which a text is streamed."""
-
-MIN_PIECE_CHARS = 16
-
 
 STATUSES = {
     "invalid_api_key": 401,
@@ -491,13 +486,6 @@ def sse(data: Json, event: str | None = None) -> bytes:
     """Return one server-sent event."""
     line = f"data: {dumps(data)}\n\n"
     return (f"event: {event}\n{line}" if event else line).encode()
-
-
-def pieces(text: str) -> Iterator[str]:
-    """Yield a text in at most ``MAX_PIECES`` pieces, for streaming."""
-    length = max(MIN_PIECE_CHARS, -(-len(text) // MAX_PIECES))
-    for start in range(0, len(text), length):
-        yield text[start : start + length]
 
 
 class OpenAIErrors:

@@ -25,7 +25,6 @@ from forgeasync.environments.sessions.dialect import (
     chosen_tools,
     joined_text,
     names,
-    pieces,
     read_body,
     refusals,
     shown,
@@ -325,17 +324,13 @@ def _item_events(index: int, item: Json) -> Iterator[tuple[str, Json]]:
         bare = {**item, "content": []}
     yield "response.output_item.added", {**place, "item": bare}
     if kind == "function_call":
-        yield from _argument_events({**place, "item_id": item["id"]}, item["arguments"])
+        of_call = {**place, "item_id": item["id"]}
+        yield "response.function_call_arguments.delta", {**of_call, "delta": item["arguments"]}
+        yield "response.function_call_arguments.done", {**of_call, "arguments": item["arguments"]}
     else:
         for number, part in enumerate(item["content"]):
             yield from _part_events({**place, "item_id": item["id"], "content_index": number}, part)
     yield "response.output_item.done", {**place, "item": item}
-
-
-def _argument_events(place: Json, arguments: str) -> Iterator[tuple[str, Json]]:
-    for piece in pieces(arguments):
-        yield "response.function_call_arguments.delta", {**place, "delta": piece}
-    yield "response.function_call_arguments.done", {**place, "arguments": arguments}
 
 
 def _part_events(place: Json, part: Json) -> Iterator[tuple[str, Json]]:
@@ -343,7 +338,7 @@ def _part_events(place: Json, part: Json) -> Iterator[tuple[str, Json]]:
     kind = f"response.{part['type']}"
     extra: Json = {"logprobs": []} if part["type"] == "output_text" else {}
     yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
-    for piece in pieces(part["text"]):
-        yield f"{kind}.delta", {**place, "delta": piece, **extra}
+    if part["text"]:
+        yield f"{kind}.delta", {**place, "delta": part["text"], **extra}
     yield f"{kind}.done", {**place, "text": part["text"], **extra}
     yield "response.content_part.done", {**place, "part": part}

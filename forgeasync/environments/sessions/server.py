@@ -15,11 +15,11 @@ import hashlib
 import hmac
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from aiohttp import web
 
@@ -56,9 +56,6 @@ MIN_TOKEN_CHARS = 16
 MAX_CLOSED = 4096
 """Number of closed sessions that are remembered. Their clients get 410, clients of older sessions 404."""
 
-MAX_KEY_CHARS = 255
-"""Maximum characters of an idempotency key."""
-
 OPENING_PATH = "/sessions"
 """Path of the requests that open sessions, if the server has an ``opener``."""
 
@@ -83,16 +80,11 @@ class OpenedSession:
     """Whether the session is trained on if it gets feedback."""
 
 
-class SessionOpener(Protocol):
-    """Opens sessions for clients that have the server's token."""
+SessionOpener = Callable[[], OpenedSession]
+"""Opens a session for a client that has the server's token; called on the server's loop.
 
-    def open(self) -> OpenedSession:
-        """Return a new session; called on the server's loop.
-
-        Raises:
-            RequestError: No further session may be opened.
-        """
-        ...
+It raises ``RequestError`` if no further session may be opened.
+"""
 
 
 class SessionServer:
@@ -282,7 +274,7 @@ class SessionServer:
         if raw := await self._read(request):
             # The API defines no fields of this body, and unknown fields are refused.
             read_own_body(_parsed(raw), Fields)
-        opened = opener.open()
+        opened = opener()
         session = opened.session
         return _json_response(
             {
@@ -434,12 +426,6 @@ def _given_keys(request: web.Request) -> tuple[str, str]:
 
 
 def _attempt(request: web.Request, path: str, raw: bytes) -> Attempt:
-    key = request.headers.get("Idempotency-Key")
-    if key is not None and not 0 < len(key) <= MAX_KEY_CHARS:
-        raise RequestError(
-            f"Idempotency-Key has {len(key)} characters; must have 1 to {MAX_KEY_CHARS}",
-            param="Idempotency-Key",
-        )
     count = request.headers.get("x-stainless-retry-count", "0")
     if not (count.isascii() and count.isdigit() and len(count) <= 4):
         raise RequestError(
@@ -447,7 +433,7 @@ def _attempt(request: web.Request, path: str, raw: bytes) -> Attempt:
             param="x-stainless-retry-count",
         )
     digest = hashlib.blake2b(path.encode() + b"\n" + raw).digest()
-    return Attempt(digest=digest, num_retries=int(count), idempotency_key=key)
+    return Attempt(digest=digest, num_retries=int(count))
 
 
 def _parsed(raw: bytes) -> Mapping[str, Any]:

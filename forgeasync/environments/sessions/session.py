@@ -50,7 +50,6 @@ class Attempt:
     digest: bytes
     """Digest of the path and the body."""
     num_retries: int
-    idempotency_key: str | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -71,11 +70,9 @@ class Sampling:
 class Samplings:
     """The samplings of one session: each request begins one, or joins that of an earlier attempt.
 
-    A pure state machine; times are in seconds of one clock. Both SDKs send ``x-stainless-retry-count`` and,
-    if configured, ``Idempotency-Key``:
-    - A request with a key joins the sampling of the first request with this key, whatever its count is.
-    - A first attempt (count 0) without a key begins a sampling, even if another request has the same body:
-      parallel sub-agents send the same requests.
+    A pure state machine; times are in seconds of one clock. Both SDKs send ``x-stainless-retry-count``:
+    - A first attempt (count 0) begins a sampling, even if another request has the same body: parallel
+      sub-agents send the same requests.
     - A later attempt joins a sampling with the same body. It prefers one without waiting requests that was
       not delivered. Otherwise it begins a sampling if an attempt with this body was refused or has failed,
       since it is the retry of that attempt. Otherwise it joins one that was delivered (the response may be
@@ -90,29 +87,10 @@ class Samplings:
         self._num_failed: OrderedDict[bytes, int] = OrderedDict()
 
     def find(self, attempt: Attempt) -> Sampling | None:
-        """Return the sampling that the attempt joins; None if it begins one.
-
-        Raises:
-            RequestError: An earlier request had the same key and another body.
-        """
-        if attempt.idempotency_key is not None:
-            for one in self._all:
-                if one.attempt.idempotency_key == attempt.idempotency_key:
-                    if one.attempt.digest != attempt.digest:
-                        raise RequestError(
-                            f"Idempotency-Key {attempt.idempotency_key[:80]!r} came with another body "
-                            "before; must be new for each body",
-                            param="Idempotency-Key",
-                        )
-                    return one
-            return None
+        """Return the sampling that the attempt joins; None if it begins one."""
         if not attempt.num_retries:
             return None
-        same = [
-            one
-            for one in self._all
-            if one.attempt.digest == attempt.digest and one.attempt.idempotency_key is None
-        ]
+        same = [one for one in self._all if one.attempt.digest == attempt.digest]
         lost = [one for one in same if not one.num_waiting and not one.is_delivered]
         if lost:
             return lost[0]
@@ -132,10 +110,9 @@ class Samplings:
 
     def refused(self, attempt: Attempt) -> None:
         """Record that the client of an attempt must retry, because nothing was sampled for it."""
-        if attempt.idempotency_key is None:
-            self._num_failed[attempt.digest] = self._num_failed.pop(attempt.digest, 0) + 1
-            while len(self._num_failed) > MAX_FAILED:
-                self._num_failed.popitem(last=False)
+        self._num_failed[attempt.digest] = self._num_failed.pop(attempt.digest, 0) + 1
+        while len(self._num_failed) > MAX_FAILED:
+            self._num_failed.popitem(last=False)
 
     def ended(self, sampling: Sampling, *, has_failed: bool, now_s: float) -> None:
         """Record the end of a sampling. A failed one is removed, so that a retry samples again."""
@@ -402,7 +379,7 @@ class Session:
         Call it on the server's loop, and call ``leave`` afterwards.
 
         Raises:
-            RequestError: The session is closed or busy, or another body had the same idempotency key.
+            RequestError: The session is closed or busy.
         """
         self._forget()
         if self.end is not None:

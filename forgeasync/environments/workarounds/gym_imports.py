@@ -8,7 +8,6 @@ verifies answers. Remove this module when cellpylib imports matplotlib only to p
 import importlib
 import sys
 from types import ModuleType
-from typing import Any
 
 _PLOTS = (
     "matplotlib",
@@ -21,35 +20,19 @@ _PLOTS = (
 """Modules that cellpylib imports for plots."""
 
 
-class _Later(ModuleType):
-    """Placeholder for a module, which is imported at the first access to an attribute."""
-
-    def __getattr__(self, name: str) -> Any:
-        _take_away()
-        return getattr(importlib.import_module(self.__name__), name)
-
-
-def _take_away() -> None:
-    for name in _PLOTS:
-        if isinstance(sys.modules.get(name), _Later):
-            del sys.modules[name]
-
-
 def _import_reasoning_gym() -> None:
-    if not any(name in sys.modules for name in _PLOTS):
-        later = {name: _Later(name) for name in _PLOTS}
-        for name, module in later.items():
-            package, _, own_name = name.rpartition(".")
-            if package:
-                setattr(later[package], own_name, module)
-        # cellpylib imports Axes3D only to register it with matplotlib, which registers it itself.
-        vars(later["mpl_toolkits.mplot3d"]).update(Axes3D=None, __path__=[])
-        sys.modules.update(later)
+    """Import it with empty modules in place of those for plots, unless matplotlib is there already."""
+    empty = {} if "matplotlib" in sys.modules else {name: ModuleType(name) for name in _PLOTS}
+    if empty:
+        # cellpylib imports Axes3D only to register it with matplotlib.
+        vars(empty["mpl_toolkits.mplot3d"])["Axes3D"] = None
+    sys.modules.update(empty)
     try:
         importlib.import_module("reasoning_gym")
     finally:
         # Later imports get the real modules.
-        _take_away()
+        for name in empty:
+            del sys.modules[name]
 
 
 _import_reasoning_gym()

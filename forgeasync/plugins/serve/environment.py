@@ -179,7 +179,7 @@ class _Offer:
 
 
 class WorkerSessions:
-    """Opens the sessions of one worker (``SessionService``, and ``SessionOpener`` of its server).
+    """Opens the sessions of one worker (``SessionService``).
 
     Episodes wait for clients; clients never wait. Episodes are assigned in the order in which they were
     offered, so that the oldest groups of the buffer come first. A client without an episode gets a session
@@ -195,7 +195,7 @@ class WorkerSessions:
             token=setup.token,
             public_host=section.public_host,
             limits=SessionLimits(max_turns_at_once=section.max_turns_at_once),
-            opener=self,
+            opener=self.open,
         )
         self._now_s = now_s
         self._lock = threading.Lock()
@@ -234,7 +234,7 @@ class WorkerSessions:
                     self._offers.remove(offer)
 
     def open(self) -> OpenedSession:
-        """See ``SessionOpener``."""
+        """Open a session for a client (``SessionOpener``)."""
         if self._is_over:
             raise RequestError(
                 "no session is opened any more, because the run has ended",

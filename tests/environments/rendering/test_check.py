@@ -23,7 +23,6 @@ from forgeasync.environments import (
     TemplateRenderer,
     ToolSpec,
     Turn,
-    TurnMatch,
     assistant,
     check_renderer,
     choose_renderer,
@@ -161,14 +160,14 @@ def test_what_is_right_passes(template: str | None, num_random: int) -> None:
     tokenizer = family_tokenizer(template) if template in TEMPLATES else make_tokenizer(template)
     chosen = choose_renderer(tokenizer, chat_template=template is not None)
     rows = check_renderer(tokenizer, chosen.renderer, num_random=num_random)
-    assert contradictions(rows) == {} and len(rows) == 6
+    assert contradictions(rows) == {} and len(rows) == 5
 
 
 def test_a_vocabulary_of_a_few_characters_passes() -> None:
     """As that of the model that the default run trains."""
     tokenizer = character_tokenizer(chat_template=False)
     rows = check_renderer(tokenizer, PlainRenderer(tokenizer))
-    assert contradictions(rows) == {} and all(row.num_cases > 12 for row in rows[1:])
+    assert contradictions(rows) == {} and all(row.num_cases > 12 for row in rows)
 
 
 class Wrong(FamilyRenderer):
@@ -229,7 +228,7 @@ def test_each_fault_is_found_and_shown(fault: str, check: str, words: str) -> No
     assert words in found[check] and "messages [{'role':" in found[check]
 
 
-def compared(anew_text: str) -> frozenset[TurnMatch] | Difference:
+def compared(anew_text: str) -> Difference | None:
     """A path with reasoning, against a text."""
     tokenizer = family_tokenizer("qwen3")
     renderer = FamilyRenderer(tokenizer, "qwen3")
@@ -246,33 +245,30 @@ HEAD, TAIL = (
 
 
 @pytest.mark.parametrize(
-    ("answer", "likeness"),
+    ("answer", "is_same"),
     [
-        ("<think>\nhm\n</think>\n\nabc", TurnMatch.SAME),
-        ("abc", TurnMatch.WITHOUT_REASONING),
-        ("<think></think>abc", TurnMatch.WITHOUT_REASONING),
-        ("<think>\n</think>\n\nabc", TurnMatch.WITHOUT_REASONING),
+        ("<think>\nhm\n</think>\n\nabc", True),
+        ("abc", True),
+        ("<think></think>abc", True),
+        ("<think>\n</think>\n\nabc", True),
         # No reasoning of this message, or more than reasoning.
-        ("<think>\nhmm\n</think>\n\nabc", None),
-        ("bc", None),
-        ("", None),
-        ("!abc", None),
-        ("\nabc", TurnMatch.WITHOUT_REASONING),
+        ("<think>\nhmm\n</think>\n\nabc", False),
+        ("bc", False),
+        ("", False),
+        ("!abc", False),
+        ("\nabc", True),
     ],
 )
-def test_what_rendering_anew_may_leave_out(answer: str, likeness: TurnMatch | None) -> None:
+def test_what_rendering_anew_may_leave_out(answer: str, is_same: bool) -> None:
     found = compared(HEAD + answer + TAIL)
-    if likeness is None:
-        assert isinstance(found, Difference) and found.index == 1
-    else:
-        assert found == {likeness}
+    assert found is None if is_same else found is not None and found.index == 1
 
 
 @pytest.mark.parametrize(
     "text", [HEAD[1:] + "abc" + TAIL, HEAD + "abc" + TAIL + "!", HEAD + "abc" + TAIL[:-1]]
 )
 def test_given_tokens_may_not_differ(text: str) -> None:
-    assert isinstance(compared(text), Difference)
+    assert compared(text) is not None
 
 
 def test_white_space_without_reasoning_may_not_be_left_out() -> None:
@@ -283,7 +279,7 @@ def test_white_space_without_reasoning_may_not_be_left_out() -> None:
     text = tokenizer.decode(renderer.rendered_ids(messages, ()))
     assert "\n\nabc" in text
     anew = tokenizer(text.replace("\n\nabc", "abc"), add_special_tokens=False)["input_ids"]
-    assert isinstance(compare(tokenizer, walked, messages, anew), Difference)
+    assert compare(tokenizer, walked, messages, anew) is not None
 
 
 def test_a_turn_may_have_other_tokens_than_its_text() -> None:
@@ -303,7 +299,7 @@ def test_a_turn_may_have_other_tokens_than_its_text() -> None:
     # As the last message an answer has an empty block of reasoning, and so has the turn.
     text = HEAD + "<think>\n\n</think>\n\nparameters" + TAIL
     anew = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert compare(tokenizer, walked, messages, anew) == {TurnMatch.RETOKENIZED}
+    assert compare(tokenizer, walked, messages, anew) is None
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,6 @@ from forgeasync.environments import (
     TOOLS,
     BridgeRefused,
     Conversation,
-    Difference,
     FamilyRenderer,
     Message,
     PlainRenderer,
@@ -24,7 +23,6 @@ from forgeasync.environments import (
     TemplateFeatures,
     TemplateRenderer,
     ToolSpec,
-    TurnMatch,
     assistant,
     call,
     checked_message,
@@ -97,7 +95,7 @@ def test_paths_of_random_conversations(family: str, seeds: range) -> None:
     """Tokens are those that were received and made; decoded, they are what the template renders."""
     tokenizer, renderer, features = family_tokenizer(family), make_renderer(family), FEATURES[family]
     template = TemplateRenderer(tokenizer, DATE if family == "llama-3" else {})
-    found: set[TurnMatch] = set()
+    num_same = 0
     for seed in seeds:
         rng = random.Random(seed)
         dialogue = random_dialogue(rng, features, TEXTS)
@@ -119,10 +117,10 @@ def test_paths_of_random_conversations(family: str, seeds: range) -> None:
         talk.hear(*heard)
         walked = walk(renderer, tokenizer, dialogue)
         anew = template.rendered_ids(dialogue.messages, dialogue.tools)
-        likeness = compare(tokenizer, walked, dialogue.messages, anew)
-        assert not isinstance(likeness, Difference), (seed, likeness)
-        found |= likeness
-    assert TurnMatch.SAME in found
+        difference = compare(tokenizer, walked, dialogue.messages, anew)
+        assert difference is None, (seed, difference)
+        num_same += walked.ids == anew
+    assert num_same, "a path may differ in a turn's tokens and reasoning, but not every path does"
 
 
 MORE = "<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"

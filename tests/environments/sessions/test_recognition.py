@@ -56,7 +56,7 @@ TURNS = st.builds(
 
 USER = user("hi")
 
-FIRST = Attempt(digest=b"", num_retries=0, idempotency_key=None)
+FIRST = Attempt(digest=b"", num_retries=0)
 
 
 async def ask(session: Session, messages: Sequence[Message]) -> InferenceResult:

@@ -18,8 +18,8 @@ from tests.support.cutting_proxy import CuttingProxy
 from tests.support.sessions import ScriptedAgent, openai_client, say, serving, until
 
 
-def attempt(body: str = "a", num_retries: int = 0, key: str | None = None) -> Attempt:
-    return Attempt(digest=body.encode(), num_retries=num_retries, idempotency_key=key)
+def attempt(body: str = "a", num_retries: int = 0) -> Attempt:
+    return Attempt(digest=body.encode(), num_retries=num_retries)
 
 
 def begin(samplings: Samplings, one: Attempt, request: Any = None) -> Sampling:
@@ -57,8 +57,6 @@ def test_every_client_gets_a_turn_and_none_is_sampled_without_need(data: st.Data
     Each loss is noticed before the retry. Then every client ends with a turn that is its own.
     """
     samplings = Samplings(keep_s=1e9, max_kept=10**6)
-    for body in "ab":
-        begin(samplings, attempt(body, key=f"of nobody else {body}"))
     bodies = data.draw(st.text("ab", min_size=1, max_size=6))
     num_clients = len(bodies)
     num_retries = [0] * num_clients
@@ -92,7 +90,7 @@ def test_every_client_gets_a_turn_and_none_is_sampled_without_need(data: st.Data
         else:
             found.num_waiting += 1
         assert found.num_waiting == 1, "two clients wait for one turn"
-        assert (found.attempt.digest, found.attempt.idempotency_key) == (one.digest, None)
+        assert found.attempt.digest == one.digest
         held[client] = found
     assert len(set(got.values())) == len(got)
     assert num_begun <= num_clients
@@ -128,9 +126,9 @@ async def behind_proxy(
             yield session, proxy, SimpleNamespace(api_key=session.api_key, **urls)
 
 
-async def chat(session: Any, *, extra_headers: Any = None, **options: Any) -> str:
+async def chat(session: Any, **options: Any) -> str:
     async with openai_client(session, **options) as client:
-        answer = await client.chat.completions.create(model="m", messages=[USER], extra_headers=extra_headers)
+        answer = await client.chat.completions.create(model="m", messages=[USER])
         return answer.choices[0].message.content
 
 
@@ -208,20 +206,6 @@ async def test_a_turn_beyond_its_deadline_is_given_up_and_not_asked_for_again(ha
         await hand_time.stand_until(lambda: agent.num_cancelled == 1)
     assert len(agent.calls) == 1
     assert session.counts.num_abandoned == 1
-
-
-async def test_an_idempotency_key_joins_also_first_attempts() -> None:
-    agent = numbered()
-    async with serving(agent) as (_, session):
-        key = {"Idempotency-Key": "one"}
-        got = [await chat(session, extra_headers=key) for _ in range(3)]
-        assert got == ["answer 1"] * 3
-        assert await chat(session, extra_headers={"Idempotency-Key": "two"}) == "answer 2"
-        async with openai_client(session) as client:
-            with pytest.raises(openai.BadRequestError, match="came with another body before"):
-                await client.chat.completions.create(
-                    model="m", messages=[USER], max_tokens=5, extra_headers=key
-                )
 
 
 async def test_what_nobody_comes_back_for_is_counted_and_forgotten() -> None:

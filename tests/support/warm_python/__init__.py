@@ -61,7 +61,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "torchtitan.trainer",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
         "transformers.models.auto.tokenization_auto",
-        "forgeasync.environments.build",
+        "forgeasync.environments.environment",
         "forgeasync.environments.endpoint_agent",
         "forgeasync.environments.episodes",
         "forgeasync.environments.rendering",
