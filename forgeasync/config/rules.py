@@ -30,7 +30,7 @@ from forgeasync.config.rewards import (
 from forgeasync.config.run import Fidelity, RunConfig, all_sources, is_served, longest_response
 from forgeasync.config.teachers import AveragedPolicy, TeacherSection
 from forgeasync.config.trainer import OptimizerSection
-from forgeasync.config.weights import Interruption, ShadowMemory
+from forgeasync.config.weights import Delta, Interruption, ShadowMemory
 from forgeasync.schema import MAX_SEED, Problem, PythonCode, Refusal, problems_within, refuse
 
 
@@ -177,6 +177,9 @@ def _check_numbers(config: RunConfig) -> Iterator[Refusal]:
             f"must be at most {MAX_SEED - last_replica}: the last of generator.num_replicas = "
             f"{config.generator.num_replicas} adds {last_replica} to it, and NumPy takes 32 bits",
         )
+    if config.weights.delta is Delta.EXACT and config.generator.dtype is Dtype.FLOAT32 and not config.lora:
+        remedy = "must be off with generator.dtype = 'float32': a step changes 99 % of such weights; bfloat16"
+        yield "weights.delta", f"{remedy} weights mostly keep their bits"
     if config.sampling.top_k == 1:
         remedy = "must be 0 or at least 2: a single kept token has probability 1 and gives no gradient"
         yield "sampling.top_k", remedy

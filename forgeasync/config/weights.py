@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from forgeasync.schema import MAX_SECONDS, PluginGroup, PythonCode, Refusal, Section, installed_kinds
 
 BUILT_IN_TRANSPORTS = {
-    "auto": "forgeasync.weights.transports.auto.AutoTransport",
+    "auto": "forgeasync.weights.transports.rdma.AutoTransport",
     "shared_memory": "forgeasync.weights.transports.shared_memory.SharedMemoryTransport",
     "rdma": "forgeasync.weights.transports.rdma.RdmaTransport",
     "tcp": "forgeasync.weights.transports.tcp.TcpTransport",
@@ -93,6 +93,9 @@ class WeightsSection(Section):
     delta: Delta = Delta.OFF
     """off, or exact: generators fetch only elements whose bits changed since the version that they have. For
     networks slower than one version per step. Staging and receive buffers take 25 % more memory."""
+    archive: bool = False
+    """Write every published version to files in the run's folder, as a patch, for
+    python -m apps.control RUN export --version N. Needs weights.delta: exact."""
     shadow: ShadowMemory = ShadowMemory.HOST
     """Where the next version waits for the swap: host or device. No effect without GPUs, on adapters, or if
     vLLM must load every version again (the run reports this at its start)."""
@@ -101,7 +104,9 @@ class WeightsSection(Section):
     overwrite the staging buffer."""
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Yield a prefix cache that could never be used."""
+        """Yield a prefix cache that could never be used, and an archive without patches."""
+        if self.archive and self.delta is Delta.OFF:
+            yield "archive", "must be false with weights.delta = 'off': it is made of the patches of 'exact'"
         if self.prefix_cache_across_versions and self.kv_cache is KvAfterSwap.RECOMPUTE:
             yield (
                 "prefix_cache_across_versions",

@@ -1,3 +1,4 @@
+from .checkpoints import export_version as export_version
 from .cli import config_parser as config_parser
 from .cli import exit_code as exit_code
 from .cli import parse_command_line as parse_command_line

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import shutil
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,18 +32,29 @@ from forgeasync.checkpoints import (
     model_shape,
     step_of,
 )
+from forgeasync.config import LoraSection, ModelFacts, load_config
 from forgeasync.controller.cli import received_signal
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import Part, RunRecorder, StepTimes
 from forgeasync.environments import digest_of
 from forgeasync.files import Refusal
-from forgeasync.models import FolderNotWritten, HfFolderWriter
+from forgeasync.models import FolderNotWritten, HfFolderWriter, model_folder, read_model_facts
 from forgeasync.observability import FaultLog, RunDir, StorageFaults, describe_error, root_cause
 from forgeasync.runtime import ActorDied, BufferActor, HostLost, TrainerRecovery
+from forgeasync.schema import ConfigError, Problem
 from forgeasync.waiting import DeadlineExceeded, deadline
-from forgeasync.weights import StagedVersion, StagedWeights
+from forgeasync.weights import (
+    ArchiveUnreadable,
+    StagedVersion,
+    StagedWeights,
+    WeightSet,
+    read_version,
+    whole_tensors,
+)
 
 if TYPE_CHECKING:
+    import torch
+
     from forgeasync.controller.run import RunLoops
 
 logger = logging.getLogger(__name__)
@@ -369,20 +381,16 @@ class Rescue:
 
     def _write_staged(self, staged: StagedWeights) -> bool:
         """Write a published version; return False if the trainer has meanwhile written its own, newer one."""
-        version, prepared, lora = StagedVersion(staged), self._run.prepared, self._run.config.lora
+        prepared = self._run.prepared
         # The trainer may still be writing the folder with the final name.
         folder = self.folder.with_name(LAST_PUBLISHED)
-        if lora is None:
-            writer = HfFolderWriter(folder, source=prepared.model_path, facts=prepared.facts)
-            for name, tensor in version.tensors():
-                writer.add(name, tensor)
-            writer.finish()
-        else:
-            # Imported here because it imports TorchTitan, which the controller does not otherwise need.
-            from forgeasync.trainer import write_folder
-
-            tensors = dict(version.tensors())
-            write_folder(tensors, prepared.facts, lora, folder, source=prepared.model_path)
+        _write_weights(
+            StagedVersion(staged).tensors(),
+            folder,
+            source=prepared.model_path,
+            facts=prepared.facts,
+            lora=self._run.config.lora,
+        )
         try:
             folder.rename(self.folder)
         except OSError:
@@ -391,3 +399,52 @@ class Rescue:
             shutil.rmtree(folder)
             return False
         return True
+
+
+def _write_weights(
+    tensors: "Iterable[tuple[str, torch.Tensor]]",
+    folder: Path,
+    *,
+    source: Path,
+    facts: ModelFacts,
+    lora: LoraSection | None,
+) -> None:
+    """Write published tensors as a Hugging Face folder, or those of adapters as a peft folder."""
+    if lora is None:
+        writer = HfFolderWriter(folder, source=source, facts=facts)
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+        writer.finish()
+    else:
+        # Imported here because it imports TorchTitan, which the controller does not otherwise need.
+        from forgeasync.trainer import write_folder
+
+        own = {name: tensor.clone() for name, tensor in tensors}
+        write_folder(own, facts, lora, folder, source=source)
+
+
+def export_version(run: Path, version: int) -> Path:
+    """Write a version of ``weights.archive``, as generators got it, to ``checkpoints/version-N``.
+
+    Returns that folder.
+
+    Raises:
+        ConfigError: The archive does not have the version whole, or the folder exists.
+    """
+    run_dir = RunDir(path=run)
+    folder = run_dir.checkpoints / f"version-{version}"
+    if folder.exists():
+        raise ConfigError([Problem(field="--version", value=version, remedy=f"is in {folder} already")])
+    try:
+        layout, images = read_version(run_dir.versions, version)
+    except ArchiveUnreadable as error:
+        raise ConfigError([Problem(field="--version", value=version, remedy=str(error))]) from None
+    config = load_config([run_dir.config])
+    _write_weights(
+        whole_tensors(layout.of(WeightSet.POLICY), images),
+        folder,
+        source=model_folder(config.model.path).resolve(),
+        facts=read_model_facts(config.model.path),
+        lora=config.lora,
+    )
+    return folder

@@ -158,6 +158,7 @@ def _settings(config: RunConfig, run: Path) -> Iterator[str]:
     yield f"generator.kv_cache_gib={generator.kv_cache_gib * num_engines}"
     yield f"generator.max_num_seqs={generator.max_num_seqs * num_engines}"
     yield from ("generator.keep_in_flight=false", "record_execution=false")
+    yield "weights.archive=false"
     # Filters have chosen the rollouts that are in the record.
     yield from ("algorithm.filters=[]", "evaluation.sets=[]", "logging.wandb=null", "checkpoint.folder=null")
 

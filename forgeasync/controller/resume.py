@@ -397,7 +397,12 @@ def _rewind(config: RunConfig, run_dir: RunDir, resumed: Resumed) -> Iterator[st
     remove_others(run_dir.payloads, [*restored, *recorded_draws(run_dir.execution)])
     checkpoints = list_checkpoints(planned_folder(config))
     later = [folder for folder in checkpoints if (step_of(folder) or 0) > step]
+    versions = run_dir.checkpoints.glob("version-*[0-9]")
+    later += [folder for folder in versions if int(folder.name.rpartition("-")[2]) > step]
     exports = [name + suffix for name in (FINAL, LAST, LAST_PUBLISHED) for suffix in ("", ".partial")]
+    # The run publishes the checkpoint's version again, whole.
+    archived = sorted(run_dir.versions.glob("*[0-9].weights"))
+    later += [file for file in archived if int(file.name.partition("-")[0]) >= step]
     for path in (*later, *(run_dir.checkpoints / name for name in exports)):
         if path.exists():
             yield f"{path.name} moved to {put_aside(path).name}"

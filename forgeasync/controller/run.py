@@ -27,6 +27,7 @@ from forgeasync.controller.serving import WeightServing
 from forgeasync.controller.stall_monitor import StallMonitor
 from forgeasync.controller.starting import Roles, open_process_manager, start_roles
 from forgeasync.environments import weighted_order
+from forgeasync.files import Refusal
 from forgeasync.isolation import sandbox_warning
 from forgeasync.observability import (
     RunLog,
@@ -89,6 +90,8 @@ class RunLoops(ABC):
         self.faults = roles.faults
         self.recorder = recorder
         self.storage = StorageFaults(self.faults)
+        self._archive = StorageFaults(self.faults, "these versions cannot be exported; training goes on")
+        self._versions = str(files.run_dir.versions)
         self.checkpoints = RunCheckpoints(
             files.checkpoints,
             prepared,
@@ -125,6 +128,7 @@ class RunLoops(ABC):
             buffer=self.buffer,
             recorder=recorder,
             teachers=roles.teaching.moving,
+            archive=self._report_archive,
         )
         self.evaluations = EvaluationSchedule(
             prepared, self.groups, recorder.console, until_served=self.serving.until_served
@@ -204,6 +208,12 @@ class RunLoops(ABC):
             if self.config.record_execution:
                 await self.lifecycle.spiller.until_written(groups)
             await self.lifecycle.free(groups)
+
+    def _report_archive(self, refusal: str | None) -> None:
+        if refusal is None:
+            self._archive.accepted(self._versions)
+        else:
+            self._archive.refused(Refusal(path=self._versions, reason=refusal))
 
     async def with_ledger(self, call: Awaitable[T]) -> T:
         """Await a buffer call that waits for the ledger's disk; report the disk if it refuses writes."""

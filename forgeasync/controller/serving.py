@@ -12,7 +12,7 @@ tell served   reports to the buffer the version that all healthy generators have
 import asyncio
 import functools
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 from forgeasync.config import WeightsSection
 from forgeasync.controller.recorder import RunRecorder
@@ -32,7 +32,10 @@ class WeightServing:
         buffer: BufferActor,
         recorder: RunRecorder,
         teachers: Sequence[TeacherEngines] = (),
+        archive: Callable[[str | None], None] = lambda refusal: None,
     ) -> None:
+        """``archive`` is called after each publication, with why the archive leaves out versions, if so."""
+        self._archive = archive
         self._trainer = trainer
         self._generators = generators
         self._buffer = buffer
@@ -139,6 +142,7 @@ class WeightServing:
                 self._generators.published(manifest.version)
                 for teacher in self._teachers:
                     teacher.published(manifest.version)
+                self._archive(manifest.archive_refusal)
                 self._recorder.record_publish(manifest, time.perf_counter() - start_s)
 
     async def _catch_up(self) -> None:

@@ -174,7 +174,8 @@ async def start_roles(
     console.phase("connecting the trainer's weights to the generators")
     await trainer.connect(generators)
     moving = teaching.moving
-    for words in await connect_weights(manager, config, trainer, generators, moving):
+    versions = run_dir.versions.resolve()
+    for words in await connect_weights(manager, config, trainer, generators, moving, versions):
         console.message(words)
     groups = await connect_groups(config, prepared.prompts, environment_task.result(), generators, scorer)
     console.end_phase()
@@ -549,6 +550,7 @@ def _unused(config: RunConfig) -> Iterator[Problem]:
         ("trainer.steps_per_batch", trainer.steps_per_batch, trainer.steps_per_batch != 1),
         ("trainer.bad_steps.on_nan", bad_steps.on_nan, bad_steps.on_nan not in acted_on),
         ("trainer.bad_steps.on_spike", bad_steps.on_spike, bad_steps.on_spike not in acted_on),
+        ("weights.archive", config.weights.archive, config.weights.archive),
         ("evaluation.sets", [one.name for one in evaluation.sets], bool(evaluation.sets)),
     ):
         if is_set:

@@ -182,8 +182,12 @@ class StorageFaults:
     Times are those of the event loop.
     """
 
-    def __init__(self, faults: FaultLog) -> None:
+    def __init__(
+        self, faults: FaultLog, consequence: str = "what is refused is kept and tried again"
+    ) -> None:
+        """``consequence`` ends the description of an outage."""
         self._faults = faults
+        self._consequence = consequence
         self._refused: set[str] = set()
         self._fault: Fault | None = None
         self.waited_s = 0.0
@@ -193,7 +197,7 @@ class StorageFaults:
         """Report that a write was refused."""
         self._refused.add(refusal.path)
         if self._fault is None:
-            what = f"cannot be written ({refusal.reason}): what is refused is kept and tried again"
+            what = f"cannot be written ({refusal.reason}): {self._consequence}"
             self._fault = self._faults.detected(Role.STORAGE, refusal.path, what)
 
     def accepted(self, path: str) -> None:

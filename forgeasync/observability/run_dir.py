@@ -17,6 +17,7 @@ runs/<name>-<time>/
     bad_steps/       batches of steps that were not made because something was not finite, or far too large;
                      what operators computed for a token that differs, with fidelity: bitwise
     payloads/        finished groups that no checkpoint has, for a run that is resumed
+    versions/        every published version, with weights.archive
     checkpoints/     what a later run resumes from or samples with
     logs/            output of the controller's libraries and of every process, and what each did when
     tensorboard/     event files
@@ -188,6 +189,7 @@ class RunDir:
     artifacts = _Inside("artifacts")
     bad_steps = _Inside("bad_steps")
     payloads = _Inside("payloads")
+    versions = _Inside("versions")
     checkpoints = _Inside("checkpoints")
     logs = _Inside("logs")
     tensorboard = _Inside("tensorboard")
@@ -282,7 +284,7 @@ class RunDir:
         ``faults.jsonl`` stays: it is of the whole run, which begins again. The caller has the folder's lock.
         """
         left = [self.metrics, self.rollouts, self.tokens, self.ledger, self.procs, self.config]
-        left.append(self.execution)
+        left += [self.execution, self.versions]
         left += [self.artifacts, self.bad_steps, self.payloads, self.logs, self.tensorboard, self.wandb]
         if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
             left.append(self.checkpoints)

@@ -481,6 +481,14 @@ def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[
             num_bytes=staging_bytes(config, facts),
             how=f"2 x one {what}{beside}{patches} in {dtype}: one read, one written",
         ),
+        *(
+            MemoryItem(
+                name="archive, all ranks",
+                num_bytes=staging_bytes(config, facts) // 2,
+                how=f"at most one {what}{beside}{patches} that waits for the disk",
+            )
+            for _ in range(config.weights.archive)
+        ),
         MemoryItem(
             name="receive buffer, each host",
             num_bytes=version,

@@ -62,6 +62,7 @@ from forgeasync.trainer import (
 from forgeasync.waiting import deadline, happens_within
 from forgeasync.weights import (
     TORCH_DTYPES,
+    ArchivePlan,
     Publication,
     RankLayout,
     StagedShard,
@@ -198,6 +199,7 @@ class TrainerActor(Actor):
         self._checkpoints: CheckpointWriter | None = None
         self._publications: dict[int, Publication] = {}
         """Versions that are being staged, by slot."""
+        self._flush_archive: Callable[[], None] = lambda: None
         self._memory = MemoryMonitor(with_descendants=True)
         self._owners = PayloadOwners()
 
@@ -382,16 +384,21 @@ class TrainerActor(Actor):
             )
 
         self._publisher = await self._thread.call(lay_out)
+        self._flush_archive = self._publisher.flush_archive
         return self._publisher.layout
 
     @concurrent_endpoint
     async def open_staging(
-        self, folder: Path, transport: TransportChoice, generator_hosts: frozenset[str]
+        self,
+        folder: Path,
+        transport: TransportChoice,
+        generator_hosts: frozenset[str],
+        archive: ArchivePlan | None = None,
     ) -> StagingSource:
         """Allocate the staging buffers in a folder of this host; return how generators reach them."""
         async with self._thread.turn():
             return await self._publisher.open(
-                folder, build_transport(transport), generator_hosts=generator_hosts
+                folder, build_transport(transport), generator_hosts=generator_hosts, archive=archive
             )
 
     @concurrent_endpoint
@@ -446,7 +453,7 @@ class TrainerActor(Actor):
 
     @concurrent_endpoint
     async def save_hf(self, folder: Path, source: Path) -> int:
-        """Write the weights as a Hugging Face folder; return their version.
+        """Write the weights as a Hugging Face folder, and wait for the archive; return their version.
 
         Raises:
             NonFiniteWeights: on every rank, if any rank's weights have nan or inf.
@@ -454,6 +461,7 @@ class TrainerActor(Actor):
 
         def save() -> int:
             self._trainer.save_hf(folder, source=source)
+            self._flush_archive()
             return self._trainer.policy_version
 
         return await self._thread.call(save)

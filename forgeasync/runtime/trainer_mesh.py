@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -25,6 +26,7 @@ from forgeasync.trainer import PackedRow, StepResult, TrainerSetup, TrainingItem
 from forgeasync.weights import (
     NUM_SLOTS,
     TORCH_DTYPES,
+    ArchivePlan,
     Manifest,
     StagedWeights,
     StagingSource,
@@ -65,7 +67,9 @@ class TrainerMesh:
         self._layout: WeightLayout | None = None
         self._sources: list[StagingSource] = []
         self._published_as: tuple[Dtype, bool] | None = None
-        self._staging: tuple[Sequence[Path], TransportChoice, frozenset[str]] | None = None
+        self._staging: tuple[Sequence[Path], TransportChoice, frozenset[str], ArchivePlan | None] | None = (
+            None
+        )
         """Arguments of the open staging buffers: folders, transport and hosts of generators."""
         self.members: tuple[Proc, ...] = ()
         """Process of each rank."""
@@ -237,14 +241,14 @@ class TrainerMesh:
             RuntimeError: this trainer lays out its weights differently.
         """
         assert before._staging is not None and before._published_as is not None
-        folders, transport, generator_hosts = before._staging
+        folders, transport, generator_hosts, archive = before._staging
         layout = await self.lay_out_weights(*before._published_as)
         if layout.digest != before.weight_layout.digest:
             raise RuntimeError(
                 f"the trainer that was started again lays out its weights as {layout.digest}; must be "
                 f"{before.weight_layout.digest}, as generators know them"
             )
-        return await self.open_staging(folders, transport, generator_hosts=generator_hosts)
+        return await self.open_staging(folders, transport, generator_hosts=generator_hosts, archive=archive)
 
     async def lay_out_weights(self, dtype: Dtype, has_patches: bool = False) -> WeightLayout:
         """Assign shards to the ranks that publish them, and lay out their staging buffers."""
@@ -258,12 +262,21 @@ class TrainerMesh:
         return layout
 
     async def open_staging(
-        self, folders: Sequence[Path], transport: TransportChoice, *, generator_hosts: frozenset[str]
+        self,
+        folders: Sequence[Path],
+        transport: TransportChoice,
+        *,
+        generator_hosts: frozenset[str],
+        archive: ArchivePlan | None = None,
     ) -> list[StagingSource]:
         """Let every rank allocate its staging buffers in its host's folder; return their sources, by rank."""
-        self._staging = folders, transport, generator_hosts
+        self._staging = folders, transport, generator_hosts, archive
+        if archive is not None:
+            archive = dataclasses.replace(archive, start=secrets.token_hex(8))
         self._sources = await self._on_every_rank(
-            lambda actor, rank: actor.open_staging.call_one(folders[rank], transport, generator_hosts),
+            lambda actor, rank: actor.open_staging.call_one(
+                folders[rank], transport, generator_hosts, archive
+            ),
             "allocating its staging buffers",
             "setup_s",
         )
@@ -297,6 +310,7 @@ class TrainerMesh:
             patches=tuple(shard.patches for shard in shards),
             waited_s=max(waited_s),
             staging_s=max(shard.staging_s for shard in shards),
+            archive_refusal=next(filter(None, (shard.archive_refusal for shard in shards)), None),
         )
 
     async def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
@@ -392,11 +406,12 @@ async def connect_weights(
     trainer: TrainerMesh,
     generators: GeneratorRouter,
     teachers: "Sequence[TeacherEngines]" = (),
+    versions: Path | None = None,
 ) -> list[str]:
     """Allocate the trainer's staging buffers, and let every generator plan how it reads them.
 
-    ``teachers`` are those that load versions; each has its own receive buffer. Returns descriptions of how
-    engines load versions.
+    ``teachers`` are those that load versions; each has its own receive buffer. ``versions`` is the folder of
+    ``weights.archive``. Returns descriptions of how engines load versions.
 
     Raises:
         ValueError: trainer and engines have different tensors, the chosen transport cannot work, or a host
@@ -423,6 +438,7 @@ async def connect_weights(
         folders[: trainer.num_procs],
         choice,
         generator_hosts=frozenset(host.id for host in readers),
+        archive=_archive_plan(config, trainer.num_procs, versions),
     )
     policy = layout.of(WeightSet.POLICY)
     of_generators = folders[trainer.num_procs :]
@@ -435,3 +451,15 @@ async def connect_weights(
         of_teacher = await one.connect_weights(layout.of(one.weights), sources, of_engines)
         routes |= dict.fromkeys(of_teacher)
     return list(routes)
+
+
+def _archive_plan(config: RunConfig, num_ranks: int, versions: Path | None) -> ArchivePlan | None:
+    if versions is None or not config.weights.archive:
+        return None
+    every, keep = config.checkpoint.every_steps, config.checkpoint.keep
+    return ArchivePlan(
+        folder=versions,
+        every_steps=every,
+        num_kept=None if every is None else keep * every,
+        num_ranks=num_ranks,
+    )

@@ -1,3 +1,6 @@
+from .archive import ArchivePlan as ArchivePlan
+from .archive import ArchiveUnreadable as ArchiveUnreadable
+from .archive import read_version as read_version
 from .fetcher import ALONE as ALONE
 from .fetcher import FetchReport as FetchReport
 from .fetcher import HostShare as HostShare
@@ -51,7 +54,7 @@ from .layout import assign_boxes as assign_boxes
 from .layout import join as join
 from .staging import SlotWrite as SlotWrite
 from .staging import VersionUnreadable as VersionUnreadable
-from .transports.auto import AutoTransport as AutoTransport
+from .transports.rdma import AutoTransport as AutoTransport
 from .transports.rdma import RdmaTransport as RdmaTransport
 from .transports.shared_memory import SharedMemoryTransport as SharedMemoryTransport
 from .transports.tcp import TcpAddress as TcpAddress

@@ -57,6 +57,8 @@ class StagedShard:
     """Seconds from the start of the copies until the shard was staged, while training continued."""
     patches: tuple[Patch, ...] = ()
     """Patches from older versions, newest first."""
+    archive_refusal: str | None = None
+    """Why the archive leaves out versions at this moment; None: it has all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,8 @@ class Manifest:
     """Seconds from the start of the copies until the version was staged, of the slowest rank."""
     patches: tuple[tuple[Patch, ...], ...] = ()
     """Patches of every rank, newest first, by rank; empty without ``weights.delta``."""
+    archive_refusal: str | None = None
+    """Why the archive leaves out versions at this moment, of the first rank that does."""
 
     @property
     def digest(self) -> str:

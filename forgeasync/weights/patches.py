@@ -34,11 +34,14 @@ def digest_of(checksums: np.ndarray) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedContent:
-    """A complete version in a staging buffer: its bytes (uint8), checksums and patches."""
+    """A complete version in a staging buffer."""
 
     buffer: np.ndarray
+    """All bytes of the buffer, uint8."""
     checksums: np.ndarray
+    """Checksum of every block, uint64."""
     patches: tuple[Patch, ...]
+    """Patches from older versions, newest first."""
 
 
 class PatchWriter:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from forgeasync.weights.archive import ArchivePlan, ArchiveWriter
 from forgeasync.weights.layout import Box, NamedWeight, assign_boxes, lay_out, local_shard, shard_box
 from forgeasync.weights.ledger import NUM_SLOTS, StagedShard
 from forgeasync.weights.staging import SlotWrite, StagingBuffers, staging_file
@@ -23,24 +24,13 @@ from forgeasync.weights.transports.transport import RankStaging, StagingSource, 
 class Publication:
     """Version of this rank that is being published."""
 
-    def __init__(
-        self,
-        write: SlotWrite,
-        transport: Transport,
-        copying: ThreadPoolExecutor,
-        *,
-        rank: int,
-        version: int,
-        slot: int,
-    ) -> None:
-        """``copying`` is the executor that completes the copies."""
-        self._rank = rank
+    def __init__(self, write: SlotWrite, publisher: "WeightPublisher", *, version: int, slot: int) -> None:
+        self._write = write
+        self._publisher = publisher
         self._version = version
         self._slot = slot
-        self._write = write
-        self._transport = transport
         self._start_s = time.perf_counter()
-        self._blocks = copying.submit(write.finish)
+        self._content = publisher.copying.submit(write.finish)
 
     def until_copied(self) -> None:
         """Wait until the shards may change. Call it in the training thread.
@@ -50,18 +40,22 @@ class Publication:
         """
         self._write.hold_stream()
         if self._write.reads_host:
-            wait([self._blocks])
+            wait([self._content])
 
     async def finished(self) -> StagedShard:
-        """Wait until the version is staged and the transport has it; does not wait for other ranks."""
-        blocks = await asyncio.wrap_future(self._blocks)
-        await self._transport.staged(self._slot)
+        """Wait until the version is staged, and the transport and the archive have it, on this rank."""
+        publisher, content = self._publisher, await asyncio.wrap_future(self._content)
+        await publisher.transport.staged(self._slot)
+        refusal = None
+        if publisher.archive is not None:
+            refusal = await asyncio.to_thread(publisher.archive.add, self._version, content)
         return StagedShard(
-            rank=self._rank,
+            rank=publisher.layout.rank,
             version=self._version,
-            checksums=blocks.checksums,
+            checksums=content.checksums,
             staging_s=time.perf_counter() - self._start_s,
-            patches=blocks.patches,
+            patches=content.patches,
+            archive_refusal=refusal,
         )
 
 
@@ -90,14 +84,21 @@ class WeightPublisher:
             has_patches=has_patches,
         )
         self._dtype = dtype
-        self._copying = ThreadPoolExecutor(1, thread_name_prefix="weight-copy")
+        self.archive: ArchiveWriter | None = None
+        self.copying = ThreadPoolExecutor(1, thread_name_prefix="weight-copy")
 
     async def open(
-        self, folder: Path, transport: Transport, *, generator_hosts: frozenset[str]
+        self,
+        folder: Path,
+        transport: Transport,
+        *,
+        generator_hosts: frozenset[str],
+        archive: ArchivePlan | None = None,
     ) -> StagingSource:
         """Allocate the staging buffers, as files in ``folder`` of this host, and open ``transport`` on them.
 
-        Returns the address of the buffers for generators. Call it before the first ``begin``.
+        With ``archive``, every version is also written to files. Returns the address of the buffers for
+        generators. Call it before the first ``begin``.
         """
         for slot in range(NUM_SLOTS):
             # An earlier rank may have left the file. Readers that have mapped it keep its contents.
@@ -111,8 +112,14 @@ class WeightPublisher:
             generator_hosts=generator_hosts,
         )
         self.transport = transport
+        self.archive = None if archive is None else ArchiveWriter(archive, self.layout, self._dtype)
         address = await transport.open(self.staging)
         return StagingSource(host_id=self._host_id, paths=self.buffers.paths, address=address)
+
+    def flush_archive(self) -> None:
+        """Wait until the archive, if there is one, has the versions that were published."""
+        if self.archive is not None:
+            self.archive.flush()
 
     # With gradients enabled, a DTensor would wrap its local tensor.
     @torch.no_grad()
@@ -123,11 +130,4 @@ class WeightPublisher:
         change.
         """
         shards = [local_shard(weights[index].tensor) for index in self._indices]
-        return Publication(
-            self.buffers.begin(slot, shards),
-            self.transport,
-            self._copying,
-            rank=self.layout.rank,
-            version=version,
-            slot=slot,
-        )
+        return Publication(self.buffers.begin(slot, shards), self, version=version, slot=slot)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from forgeasync.weights.layout import RankLayout, WeightLayout, whole_tensors
-from forgeasync.weights.ledger import BLOCK_BYTES, NUM_SLOTS, Manifest, Patch, block_range, checksum
+from forgeasync.weights.ledger import BLOCK_BYTES, NUM_SLOTS, Manifest, block_range, checksum
 from forgeasync.weights.patches import PatchWriter, StagedContent
 from forgeasync.weights.transports.transport import StagingSource
 
@@ -192,11 +192,9 @@ class StagingBuffers:
             patches = PatchWriter(self._layout, self._targets[slot][0].itemsize, buffer, base)
         return StagedBlocks(buffer, self._layout, patches)
 
-    def complete(self, slot: int, blocks: "StagedBlocks") -> None:
+    def complete(self, slot: int, content: StagedContent) -> None:
         """Record that a buffer has a whole version."""
-        self._contents[slot] = StagedContent(
-            buffer=self.bytes(slot).numpy(), checksums=blocks.checksums, patches=blocks.patches
-        )
+        self._contents[slot] = content
 
 
 class SlotWrite:
@@ -230,8 +228,8 @@ class SlotWrite:
             self._copies.hold_stream()
 
     @torch.no_grad()
-    def finish(self) -> "StagedBlocks":
-        """Wait until the slot has all shards; return the checksums and patches of its blocks.
+    def finish(self) -> StagedContent:
+        """Wait until the slot has all shards; return them with the checksums and patches of their blocks.
 
         Call it in a thread other than the training thread.
         """
@@ -249,9 +247,9 @@ class SlotWrite:
             for written in _copy_blocks(target, source.view(-1), piece.offset):
                 # The block is still in the CPU's cache.
                 blocks.advance(written)
-        blocks.finish()
-        self._buffers.complete(self._slot, blocks)
-        return blocks
+        content = blocks.finish()
+        self._buffers.complete(self._slot, content)
+        return content
 
 
 def _copy_blocks(target: torch.Tensor, source: torch.Tensor, offset: int) -> Iterator[int]:
@@ -280,25 +278,22 @@ class StagedBlocks:
         self._num_bytes = layout.num_bytes
         self._writer = writer
         self._next, self._next_stop = 0, min(BLOCK_BYTES, layout.num_bytes)
-        self.checksums = np.zeros(layout.num_blocks, np.uint64)
-        """Checksum of every block, uint64."""
-        self.patches: tuple[Patch, ...] = ()
-        """Patches from older versions, newest first."""
+        self._checksums = np.zeros(layout.num_blocks, np.uint64)
 
     def advance(self, written: int) -> None:
         """Record that everything before byte ``written`` is written."""
-        while self._next_stop <= written and self._next < len(self.checksums):
+        while self._next_stop <= written and self._next < len(self._checksums):
             found = checksum(self._buffer[block_range(self._next, self._num_bytes)])
-            self.checksums[self._next] = found
+            self._checksums[self._next] = found
             if self._writer is not None:
                 self._writer.add(self._next, found)
             self._next += 1
             self._next_stop = block_range(self._next, self._num_bytes).stop
 
-    def finish(self) -> None:
+    def finish(self) -> StagedContent:
         """Complete the patches, when all blocks are written."""
-        if self._writer is not None:
-            self.patches = self._writer.finish()
+        patches = () if self._writer is None else self._writer.finish()
+        return StagedContent(buffer=self._buffer, checksums=self._checksums, patches=patches)
 
 
 class VersionUnreadable(OSError):
@@ -339,13 +334,12 @@ class StagedVersion:
                     )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor whole, with its name, one at a time."""
+        """Return every tensor whole, with its name, one at a time."""
         images = [
             buffer.bytes[: rank.num_bytes].view(self._layout.dtype)
             for buffer, rank in zip(self._buffers, self._layout.ranks, strict=True)
         ]
-        for name, tensor in whole_tensors(self._layout, images):
-            yield name, tensor.clone()
+        return whole_tensors(self._layout, images)
 
 
 def _open(path: Path, num_bytes: int) -> SharedFile:

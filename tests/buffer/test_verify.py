@@ -313,11 +313,21 @@ def test_a_run_is_resumed_only_with_a_ledger_that_fits(run: Path, last: Checkpoi
     file.write_bytes(whole + b'{"n":')
     tokens = run / "tokens.jsonl"
     tokens.write_text('{"step": 4, "worst": []}\n{"step": 5, "worst": []}\n{"step"')
+    versions = run / "versions"
+    versions.mkdir()
+    exported = [run / "checkpoints" / f"version-{version}" for version in (4, 5)]
+    archived = [versions / f"0000000{first}-rank-1.weights" for first in (3, 4, 6)]
+    for path in (*exported, *archived):
+        path.touch()
     messages = open_files(config, resumed).messages
+    assert [path.exists() for path in exported] == [True, False]
+    assert [path.exists() for path in archived] == [True, False, False]
+    assert "00000006-rank-1.weights moved to 00000006-rank-1.cut-1.weights" in messages
     assert "2 lines of tokens.jsonl after step 4 moved to tokens.cut-1.jsonl" in messages
     assert tokens.read_text() == '{"step": 4, "worst": []}\n'
     assert "5 bytes of an unfinished last line of ledger.jsonl removed" in messages
     assert file.read_bytes() == whole
     file.unlink()
+    # The files that were moved aside stay.
     messages = open_files(config, find_checkpoint(config, FACTS, "latest")).messages
     assert "ledger.jsonl is missing: a new one begins after step 4" in messages

@@ -88,6 +88,8 @@ accounting.window_groups=4 => accounting.window_groups = 4 | accounting.policy =
 accounting.metric_groups=1 => accounting.metric_groups = 1 | groups_per_step = 2, one batch
 weights={prefix_cache_across_versions: true, kv_cache: recompute}
     => weights.prefix_cache_across_versions = True | must be false with weights.kv_cache = 'recompute'
+weights.archive=true => weights.archive = True | must be false with weights.delta = 'off'
+weights.delta=exact; generator.dtype=float32 => weights.delta = 'exact' | must be off with generator.dtype
 scorer.answer_limit_s=30
     => timeouts.score_s = 60.0
     | must be more than 60: 4 answers of a group (algorithm.group_size), 2 at once (scorer.num_workers)

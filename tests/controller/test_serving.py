@@ -4,7 +4,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
@@ -215,6 +215,25 @@ async def test_a_version_that_found_no_free_buffer_is_published_later() -> None:
             event.set()
         await run.serving.until_served(3)
         assert trainer.num_staged == 3
+
+
+async def test_an_archive_that_leaves_out_versions_is_one_fault_until_it_has_all() -> None:
+    async with serving(Generators()) as (run, trainer):
+        stage = trainer.stage_weights
+        refusal: str | None = None
+
+        async def stage_weights(slot: int, **options: Callable[[], None]) -> Manifest:
+            return replace(await stage(slot, **options), archive_refusal=refusal)
+
+        trainer.stage_weights = stage_weights  # type: ignore[method-assign]
+        counts = []
+        for said in (None, "full", "full", None, None):
+            refusal = said
+            await publish(run, trainer)
+            await run.serving.until_served(len(trainer.steps))
+            found = run.faults.metrics()
+            counts.append((found["faults/detected_storage"], found["faults/recovered_storage"]))
+        assert counts == [(0, 0), (1, 0), (1, 0), (1, 1), (1, 1)]
 
 
 LIVE = FixedSource.LIVE

@@ -239,6 +239,8 @@ def test_patches_take_a_quarter_more_of_the_buffers_of_weights() -> None:
     whole, delta = host(), host("weights.delta=exact")
     for name in ("staging buffers, all ranks", "receive buffer, each host"):
         assert delta[name] == pytest.approx(1.25 * whole[name])
+    archived = host("weights={delta: exact, archive: true}")
+    assert archived["archive, all ranks"] == delta["staging buffers, all ranks"] // 2
 
 
 # --- engines, their files and payloads ---

@@ -16,10 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from monarch.actor import Actor, concurrent_endpoint
 
 from forgeasync.config import BUILT_IN_TRANSPORTS, TransportChoice, WeightsSection
 from forgeasync.controller import check
 from forgeasync.models import check_config
+from forgeasync.runtime import LocalHosts, ProcessManager
 from forgeasync.schema import ConfigError, PythonCode
 from forgeasync.weights import (
     BLOCK_BYTES,
@@ -57,14 +60,15 @@ NUM_ROWS = SEGMENT_BYTES // 2048 + 40
 """Rows of 2048 bytes."""
 
 
-def make_weights(version: int) -> dict[str, torch.Tensor]:
+def make_weights(version: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Bits of all kinds, also those of nan, inf and subnormal numbers; more than one segment.
 
     Versions differ in some rows in the middle and in the norm.
     """
     bits = np.random.default_rng(0).integers(0, 2**32, size=(NUM_ROWS, 512), dtype=np.uint32)
     bits[400 * version : 400 * version + 10] ^= 1
-    return {"big": torch.from_numpy(bits.view(np.float32)), "norm": torch.full((7,), float(version))}
+    big = torch.from_numpy(bits).view(torch.int32).view(dtype)
+    return {"big": big, "norm": torch.full((7,), float(version), dtype=dtype)}
 
 
 def named(weights: dict[str, torch.Tensor]) -> list[NamedWeight]:
@@ -76,10 +80,11 @@ async def open_ends(
     folder: Path,
     *,
     through: Callable[[StagingSource], StagingSource] = lambda one: one,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[WeightPublisher, WeightFetcher, WeightLayout, Path]:
     """A publisher, and the fetcher and receive buffer of a generator on its host."""
-    publisher = WeightPublisher(named(make_weights(0)), torch.float32, host_id=HOST, has_patches=True)
-    layout = WeightLayout(dtype=torch.float32, ranks=(publisher.layout,))
+    publisher = WeightPublisher(named(make_weights(0, dtype)), dtype, host_id=HOST, has_patches=True)
+    layout = WeightLayout(dtype=dtype, ranks=(publisher.layout,))
     source = await publisher.open(folder, build_transport(choice), generator_hosts=frozenset({HOST}))
     section = WeightsSection(transport=choice)
     receive_buffer = folder / "receive-buffer"
@@ -96,13 +101,15 @@ async def open_ends(
     return publisher, fetcher, layout, receive_buffer
 
 
-async def carry(choice: TransportChoice, folder: Path, num_versions: int) -> list[dict[str, torch.Tensor]]:
+async def carry(
+    choice: TransportChoice, folder: Path, num_versions: int, dtype: torch.dtype = torch.float32
+) -> list[dict[str, torch.Tensor]]:
     """What a generator on the trainer's host has after each version."""
-    publisher, fetcher, layout, receive_buffer = await open_ends(choice, folder)
+    publisher, fetcher, layout, receive_buffer = await open_ends(choice, folder, dtype=dtype)
     received = []
     for version in range(1, num_versions + 1):
         slot = version % 2
-        staged = await publisher.begin(slot, version, named(make_weights(version))).finished()
+        staged = await publisher.begin(slot, version, named(make_weights(version, dtype))).finished()
         report = await fetcher.fetch(make_manifest(layout, version, slot, staged))
         assert report.is_complete and report.num_bad_blocks == 0
         # Later reads are asked for ranges that start in the middle of the buffer.
@@ -125,6 +132,32 @@ def test_versions_arrive_bit_for_bit(name: str, tmp_path: Path, monkeypatch: pyt
             assert torch.equal(found[tensor_name].view(torch.int32), tensor.view(torch.int32)), version
     if name == "own":
         assert len(list(tmp_path.glob("rank-0-slot-*"))) == 2, "the bytes went another way"
+
+
+class Carrier(Actor):
+    """Both ends in one actor, where RDMA handles and torchstore's clients work."""
+
+    @concurrent_endpoint
+    async def carry(self, choice: str, folder: Path) -> None:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(folder / "store"), 1))
+        received = await carry(choice, folder, num_versions=3, dtype=torch.bfloat16)
+        for version, found in enumerate(received, start=1):
+            for name, tensor in make_weights(version, torch.bfloat16).items():
+                assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), version
+
+
+@pytest.mark.processes
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["rdma", "torchstore"])
+async def test_bfloat16_patches_arrive_through_segments(name: str, tmp_path: Path) -> None:
+    """Whole segments move, so only the one behind the changed elements does, which has their patches."""
+    processes = ProcessManager(tmp_path, LocalHosts())
+    try:
+        await build_transport(name).start(processes.spawn_here)
+        carrier = processes.spawn_here("carrier").spawn("carrier", Carrier)
+        await carrier.carry.call_one(name, tmp_path)
+    finally:
+        await processes.close()
 
 
 class Cut:
