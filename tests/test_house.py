@@ -15,31 +15,31 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 MAX_LINES = 700
 
-MAX_DEEP_IMPORTS = 68
+MAX_DEEP_IMPORTS = 67
 """Imports past a front, in tests, benchmarks and examples: they patch a module or use a private name. Lower
 this number when you remove one; never raise it."""
 
-MAX_NAMES_FOR_TESTS = 475
+MAX_NAMES_FOR_TESTS = 461
 """Names that only tests import from a front. Lower this number when you remove one; never raise it: test what
 other rooms can see."""
 
 MAX_CODE = {
-    "algorithms": 1025,
+    "algorithms": 1008,
     "buffer": 2035,
-    "config": 2703,
-    "controller": 4082,
-    "environments": 6835,
-    "generator": 3240,
-    "isolation": 2495,
+    "config": 2666,
+    "controller": 4094,
+    "environments": 6716,
+    "generator": 3209,
+    "isolation": 2462,
     "models": 2437,
-    "observability": 2747,
-    "planning": 2383,
-    "plugins": 5094,
+    "observability": 2660,
+    "planning": 2360,
+    "plugins": 4990,
     "rollouts": 2215,
-    "runtime": 6779,
-    "scoring": 2565,
-    "trainer": 4133,
-    "weights": 1537,
+    "runtime": 6513,
+    "scoring": 2396,
+    "trainer": 4128,
+    "weights": 1781,
 }
 """Lines of code of each room, without blanks, comments and docstrings. Lower a number when a room shrinks.
 To raise one, say in docs/architecture.md what the lines bring."""
