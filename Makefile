@@ -98,11 +98,13 @@ test: environment
 	$(PYTEST) -m "not exhaustive"
 
 # Further layouts, transports and variants too, and long stress: 45 minutes.
-test-all: environment .venv-verifiers/installed .venv-openenv/installed
+test-all: environment .venv-verifiers/installed .venv-openenv/installed .venv-fla/installed
 	$(PYTEST)
 
-# Packages that cannot live beside ours, for the bridges of docs/remote.md and their tests.
-.PHONY: .venv-verifiers .venv-openenv
+# Packages that cannot live beside ours, for the bridges of docs/remote.md and for tests: transformers would take fla's
+# kernels on CPUs too, where they do not run.
+.PHONY: .venv-verifiers .venv-openenv .venv-fla
+.venv-fla: .venv-fla/installed
 .venv-verifiers: .venv-verifiers/installed
 .venv-openenv: .venv-openenv/installed
 

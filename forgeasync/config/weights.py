@@ -50,11 +50,15 @@ class Interruption(StrEnum):
 
 
 class KvAfterSwap(StrEnum):
-    """Policy for the KV cache of running sequences at a swap."""
+    """Policy for the KV cache of running sequences at a swap, and for recurrent states of linear attention.
+
+    The prefill that recomputes a state recomputes keys and values too, so one key decides for both.
+    """
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
-    """The KV cache is recomputed with the new weights."""
+    """Running sequences are queued and computed again with the new weights, at most
+    ``generator.max_num_batched_tokens`` in a step; the others wait."""
 
 
 class ShadowMemory(StrEnum):

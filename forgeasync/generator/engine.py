@@ -91,6 +91,8 @@ def engine_args(
         dtype=generator.dtype.value,
         max_model_len=max_context_length,
         hf_overrides=text_overrides(model_path),
+        # For Qwen3.5. vLLM prefers FlashInfer's kernels on Hopper, which are compiled when an engine starts.
+        additional_config={"gdn_prefill_backend": "triton"},
         max_num_seqs=generator.max_num_seqs,
         max_num_batched_tokens=generator.max_num_batched_tokens,
         tensor_parallel_size=generator.tensor_parallel,
@@ -150,7 +152,8 @@ class GeneratorEngine:
             self._gate,
             interruption=weights.interruption,
             kv_cache=weights.kv_cache,
-            keeps_prompts_whole=records.execution,
+            # States of a prompt's first part would not show in the versions of the sampled tokens.
+            keeps_prompts_whole=records.execution or model.is_hybrid,
         )
         self.adapter: ServedAdapter | None = None
         """Adapter that serves all requests; None if whole weights are published."""
@@ -186,17 +189,13 @@ class GeneratorEngine:
             gpu_bytes: Bytes that must be free on each GPU; None: vLLM's default share (see ``gpu_share``).
         """
         is_cpu = current_platform.is_cpu()
-        if not is_cpu and text_overrides(model_path):
-            raise ValueError(
-                "vLLM 0.32's kernels for Qwen3.5 on GPUs are for bfloat16, its decays are float32"
-            )
         adapt_process()
         if generator.batch_invariant:
             compute_batch_invariantly(is_cpu=is_cpu)
         if is_cpu:
             expand_latents()
-            if text_overrides(model_path):
-                compute_qwen3_5()
+        if text_overrides(model_path):
+            compute_qwen3_5(is_cpu=is_cpu)
         args = engine_args(
             model_path=model_path,
             generator=generator,

@@ -32,6 +32,7 @@ from .rules import kv_bytes_per_token as kv_bytes_per_token
 from .rules import largest_group_payload_bytes as largest_group_payload_bytes
 from .rules import num_adapter_parameters as num_adapter_parameters
 from .rules import published_dtype as published_dtype
+from .rules import recurrent_state_bytes as recurrent_state_bytes
 from .rules import routing_bytes_per_token as routing_bytes_per_token
 from .rules import sampled_mark_bytes_per_token as sampled_mark_bytes_per_token
 from .rules import teacher_bytes_per_token as teacher_bytes_per_token

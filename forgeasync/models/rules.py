@@ -8,8 +8,6 @@ from forgeasync.config import (
     EXPERT_TARGETS,
     Dtype,
     Fidelity,
-    Interruption,
-    KvAfterSwap,
     LoraSection,
     ModelFacts,
     OnBadStep,
@@ -95,7 +93,7 @@ def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
     return 2 * facts.num_full_layers * heads_per_rank * facts.head_dim * element
 
 
-def state_bytes(config: RunConfig, facts: ModelFacts) -> int:
+def recurrent_state_bytes(config: RunConfig, facts: ModelFacts) -> int:
     """Return the bytes of a sequence's states of linear attention, and of a copy in the prefix cache."""
     linear = facts.linear
     if linear is None:
@@ -261,8 +259,8 @@ def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator
         if not facts.num_experts:
             reason = f"a model of model_type {facts.model_type!r} has no experts"
         yield Problem(field="generator.expert_parallel", value=True, remedy=f"must be false: {reason}")
-    needed = config.model.max_context_length * kv_bytes_per_token(config, facts) + state_bytes(config, facts)
-    needed_gib = needed / 2**30
+    keys = config.model.max_context_length * kv_bytes_per_token(config, facts)
+    needed_gib = (keys + recurrent_state_bytes(config, facts)) / 2**30
     if config.generator.kv_cache_gib < needed_gib:
         yield Problem(
             field="generator.kv_cache_gib",
@@ -345,7 +343,9 @@ def check_linear_attention(config: RunConfig, facts: ModelFacts) -> Iterator[Pro
     """Refuse what does not hold for layers with a recurrent state."""
     if facts.linear is None:
         return
-    trainer, weights = config.trainer, config.weights
+    trainer, dtype = config.trainer, config.generator.dtype
+    # Trainers on GPUs have bfloat16 (``check_gpus``).
+    needed = dtype if trainer.dtype is Dtype.FLOAT32 else Dtype.BFLOAT16
     plan = "its layers are not split by TorchTitan's plan"
     for field, value, wanted, reason in (
         ("trainer.parallel.context", trainer.parallel.context, 1, "a state passes through the whole row"),
@@ -354,11 +354,10 @@ def check_linear_attention(config: RunConfig, facts: ModelFacts) -> Iterator[Pro
         ("trainer.share_prefixes", trainer.share_prefixes or False, False, "a state belongs to one sequence"),
         ("trainer.compile", trainer.compile, False, "its chunks depend on the row"),
         ("generator.tensor_parallel", config.generator.tensor_parallel, 1, "its files' matrices are whole"),
-        # All weights are published in one dtype, and vLLM keeps decays in float32.
-        ("generator.dtype", config.generator.dtype.value, "float32", "vLLM has float32 decays"),
+        ("generator.dtype", dtype.value, needed.value, "vLLM's kernels for GPUs refuse float32"),
         (
             "weights.prefix_cache_across_versions",
-            weights.prefix_cache_across_versions,
+            config.weights.prefix_cache_across_versions,
             False,
             "cached states would be of older weights",
         ),
@@ -369,14 +368,6 @@ def check_linear_attention(config: RunConfig, facts: ModelFacts) -> Iterator[Pro
             yield Problem(field=field, value=value, remedy=remedy)
     if config.lora is not None:
         yield Problem(field="lora", remedy="must be left out: layers of linear attention have no adapters")
-    recomputes = weights.interruption in (Interruption.DRAIN, Interruption.ABORT_AND_RESUME)
-    if not recomputes and weights.kv_cache is not KvAfterSwap.RECOMPUTE:
-        yield Problem(
-            field="weights.kv_cache",
-            value=weights.kv_cache.value,
-            remedy="must be recompute for a model with linear attention, or weights.interruption drain or "
-            "abort_and_resume: a state that older weights made would last to the end of the sequence",
-        )
 
 
 def check_lora_sharding(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:

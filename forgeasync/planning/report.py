@@ -35,7 +35,7 @@ from forgeasync.config import (
     shares_gpus,
     sleeps,
 )
-from forgeasync.models import SHIPPED_MODELS, check_config, kv_bytes_per_token
+from forgeasync.models import SHIPPED_MODELS, check_config, kv_bytes_per_token, recurrent_state_bytes
 from forgeasync.planning.memory import (
     Row,
     generator_memory,
@@ -257,7 +257,10 @@ def _steps(config: RunConfig, facts: ModelFacts) -> list[Row]:
         prefixes = [[(index // algorithm.group_size, longest_prompt(config))] for index in range(rollouts)]
     plan = plan_rows(lengths, tokens_per_row=row_length, num_ranks=ranks, prefixes=prefixes)
     rows = [row for microbatch in plan for row in microbatch if row]
-    held = int(config.generator.kv_cache_gib * 2**30) // kv_bytes_per_token(config, facts)
+    # States of running sequences take their part of the cache first.
+    states = config.generator.max_num_seqs * recurrent_state_bytes(config, facts)
+    keys = max(0, int(config.generator.kv_cache_gib * 2**30) - states)
+    held = keys // kv_bytes_per_token(config, facts)
     groups = f"{algorithm.groups_per_step} groups of {algorithm.group_size}"
     optimizer = config.trainer.optimizer
     reached = f"from step {max(1, optimizer.warmup_steps):,} on, of {config.max_steps:,}"
@@ -277,7 +280,9 @@ def _steps(config: RunConfig, facts: ModelFacts) -> list[Row]:
             "KV cache holds",
             f"{held:,}",
             f"tokens an engine: {held // context:,} sequences of {context:,} (max_num_seqs is "
-            f"{config.generator.max_num_seqs})",
+            f"{config.generator.max_num_seqs})"
+            + f", beside {states / 2**30:.3g} GiB of states"
+            * (states > 0),
         ),
     ]
 

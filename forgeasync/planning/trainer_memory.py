@@ -15,7 +15,14 @@ while no other layer is gathered.
 import math
 from dataclasses import dataclass, replace
 
-from forgeasync.config import ActivationCheckpointing, Dtype, ModelFacts, RunConfig, num_averages
+from forgeasync.config import (
+    ActivationCheckpointing,
+    Dtype,
+    LinearAttention,
+    ModelFacts,
+    RunConfig,
+    num_averages,
+)
 from forgeasync.models import (
     BYTES_PER_ELEMENT,
     GATHER_BLOCK_BYTES,
@@ -156,31 +163,29 @@ def step_moments(
     config: RunConfig, facts: ModelFacts, counts: ParameterCounts, machine: Machine
 ) -> tuple[Moment, ...]:
     """Return the candidates for the peak of a step, without the constant memory."""
-    dense, moe = (
-        layer_activations(config, facts, has_experts=has_experts, machine=machine)
-        for has_experts in (False, True)
-    )
+    layers = [
+        layer_activations(config, facts, index=index, machine=machine) for index in range(facts.num_layers)
+    ]
     choice = config.trainer.activation_checkpointing
-    last = moe if facts.num_moe_layers else dense
-    kept = facts.num_dense_layers * dense.kept(choice) + facts.num_moe_layers * moe.kept(choice)
+    kept = sum(layer.kept(choice) for layer in layers)
+    last, earlier = layers[-1], layers[-2:][0]
     units = _units(config, facts, counts)
     is_tied = facts.tie_word_embeddings
     # With tied weights, the output layer stays gathered until the embedding's backward pass.
     head_weights = units.head_weights if is_tied else 0.0
     head_gradients = units.head_gradients if is_tied else 0.0
     row = kept - last.kept(choice)
-    layer = last.whole + last.passing
     return (
         *_output_layer(config, facts, units, kept + outside_activations(config, facts, machine=machine)),
         Moment(
             name="backward pass of the last layer",
-            activations=row + layer,
+            activations=row + last.whole + last.passing,
             gathered_weights=head_weights + units.layer_weights + units.next_weights,
             gathered_gradients=units.head_gradients if is_tied else units.head_reduced,
         ),
         Moment(
             name="backward pass of a layer, while the gradients of the one after it are reduced",
-            activations=row - last.kept(choice) + layer,
+            activations=row - earlier.kept(choice) + earlier.whole + earlier.passing,
             gathered_weights=head_weights + units.layer_weights + units.next_weights,
             gathered_gradients=head_gradients + units.layer_reduced,
         ),
@@ -267,6 +272,9 @@ def _units(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> _Un
 
 INT64_BYTES = 8
 
+CHUNK_TOKENS = 64
+"""Tokens of a chunk of linear attention."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerActivations:
@@ -296,12 +304,15 @@ class LayerActivations:
 
 
 def layer_activations(
-    config: RunConfig, facts: ModelFacts, *, has_experts: bool, machine: Machine
+    config: RunConfig, facts: ModelFacts, *, index: int, machine: Machine
 ) -> LayerActivations:
-    """Return the activations of a layer with experts or with a dense network."""
+    """Return the activations of a layer."""
     count = _Count(config, facts, machine=machine)
-    attention = count.attention()
-    network = count.experts() if has_experts else count.dense()
+    if facts.linear is None or index in facts.linear.full_layers:
+        attention = count.attention()
+    else:
+        attention = count.linear_attention(facts.linear)
+    network = count.experts() if index >= facts.num_dense_layers else count.dense()
     boundary = count.local_tokens * facts.hidden_size * count.element
     # The residual stream: the layer's input and the sum after attention.
     whole = 2 * boundary + attention.whole + network.whole
@@ -399,6 +410,9 @@ class _Count:
             kernel += queries
         kept = float(facts.hidden_size)
         extra = self.norm_extra(facts.hidden_size)
+        if facts.linear is not None:
+            # The gate after its sigmoid, and the gated output.
+            kept += 2 * out
         if self._has_head_norms:
             kept += queries + keys
             extra += self.norm_extra(round(queries + keys), tokens=self.tokens)
@@ -439,6 +453,30 @@ class _Count:
         else:
             saved = queries + queries / self._facts.head_dim * (latent.nope_head_dim + latent.value_head_dim)
         return saved if self._on_cpus else saved + out
+
+    def linear_attention(self, linear: LinearAttention) -> _Part:
+        """Count the gated delta rule, in chunks, with the convolution before it and the gated norm after it.
+
+        On GPUs as flash-linear-attention 0.5.2 saves tensors, on CPUs as ``forgeasync.models`` does.
+        """
+        hidden, heads = self._facts.hidden_size, linear.num_value_heads
+        # Queries and keys are repeated for all heads of values.
+        keys, values = heads * linear.key_head_dim, heads * linear.value_head_dim
+        state, scores = keys * linear.value_head_dim / CHUNK_TOKENS, heads * CHUNK_TOKENS
+        # The input of the convolution, queries, keys and values, and the inverse that corrects a chunk.
+        rule: float = (linear.num_channels + 2 * keys + values + scores) * self.element
+        # States and corrections are computed again, and gradients are of these, too.
+        passing = (5 * keys + 4 * values + 2 * state) * self.element
+        if self._on_cpus:
+            rule = (5 * linear.num_channels + 9 * keys + 3 * values + 6 * scores + state) * FLOAT32_BYTES
+            passing = rule
+        # In float32 the norm's input and result, the gate and its activation; the scaled and gated result.
+        norm = values * (4 * FLOAT32_BYTES + 2 * self.element)
+        return _Part(
+            whole=self.tokens * (hidden * self.element + rule + norm) + self.norm_extra(hidden),
+            selective=self.tokens * self.element * (linear.num_channels + heads + hidden),
+            passing=self.tokens * passing,
+        )
 
     def dense(self) -> _Part:
         """Count a dense network: its input, gate, up, the gate's activation and the product."""

@@ -238,7 +238,12 @@ class PolicyTrainer:
         max_fresh_mismatch: float | None,
     ) -> MinibatchResult:
         """Make one optimizer step, unless it is bad; ``first_row`` rows of the batch precede it."""
-        sums = StepSums(num_layers=len(self._forward.routers), device=DEVICE_TYPE, is_first=first_row == 0)
+        sums = StepSums(
+            num_layers=len(self._forward.routers),
+            device=DEVICE_TYPE,
+            is_first=first_row == 0,
+            has_states=self._facts.linear is not None,
+        )
         collector = TokenCollector(self._loss.objective, self._decisions, trained_version=self.policy_version)
         recorded = [recorded_tokens(row, self._max_token_age) for row in rows]
         counts = count_targets(self._loss, rows, recorded, mesh=self._loss_mesh)

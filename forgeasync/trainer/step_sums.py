@@ -23,9 +23,17 @@ _OWN = "own:"
 class StepSums:
     """Sums over trained tokens in float64, by the names of their means in metrics.jsonl."""
 
-    def __init__(self, *, num_layers: int, device: str, is_first: bool = True) -> None:
-        """``is_first`` False: earlier steps of the batch changed the weights, so no token is fresh."""
+    def __init__(
+        self, *, num_layers: int, device: str, is_first: bool = True, has_states: bool = False
+    ) -> None:
+        """Start at zero.
+
+        Args:
+            is_first: False: earlier steps of the batch changed the weights, so no token is fresh.
+            has_states: Whether layers of the model have a recurrent state.
+        """
         self._is_first = is_first
+        self._has_states = has_states
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._sums: dict[str, torch.Tensor] = {}
         self._largest = dict.fromkeys(("difference", "correction"), self._zero)
@@ -92,6 +100,10 @@ class StepSums:
                 "mismatch/num_fresh": is_fresh_T.sum(),
             }
         )
+        if self._has_states:
+            is_after_T = to_device(is_after_swap(row)) & mask_T
+            after_abs = difference_T.where(is_after_T, 0.0).abs().sum()
+            self._add_own(after_swap_abs=after_abs, after_swap=is_after_T.sum())
 
     def add_routing(self, counts_of_layers: Sequence[torch.Tensor]) -> None:
         """Add the replay counts of every layer after a row's forward pass."""
@@ -140,6 +152,8 @@ class StepSums:
             # No token was sampled under the current weights, so there is no such mean.
             del metrics["mismatch/fresh_logprob_abs_mean"]
         metrics["mismatch/logprob_abs_max"] = largest["difference"]
+        if num_after_swap := own["after_swap"]:
+            metrics["mismatch/recurrent_state"] = own["after_swap_abs"] / num_after_swap
         for name in ("with_replay", "without_replay"):
             if num_tokens := own[f"{name}_tokens"]:
                 metrics[f"mismatch/{name}_logprob_abs_mean"] = own[f"{name}_abs"] / num_tokens
@@ -196,6 +210,17 @@ def is_fresh(row: PackedRow) -> np.ndarray:
     oldest_S = np.zeros(row.num_sequences, np.int64)
     np.maximum.at(oldest_S, row.sequence_ids_T, row.ages_T)
     return oldest_S[row.sequence_ids_T] == 0
+
+
+def is_after_swap(row: PackedRow) -> np.ndarray:
+    """Return whether older weights sampled a token before each target, in the same turn: bool [T].
+
+    The next turn of an episode computes its whole prompt anew. Text between two turns is not a target, so
+    the places of one turn's targets are consecutive.
+    """
+    is_first_T = np.diff(row.places_T, prepend=-2) != 1
+    firsts_T = np.maximum.accumulate(np.where(is_first_T, np.arange(row.num_targets), 0))
+    return np.asarray(row.ages_T < row.ages_T[firsts_T])
 
 
 def _k3(difference_T: torch.Tensor) -> torch.Tensor:

@@ -22,11 +22,9 @@ from forgeasync.planning import (
     trainer_parameters_per_rank,
 )
 from tests.support.config_samples import CONFIGS
-from tests.support.without_data import EAGER, Case, Seen, look_at
+from tests.support.without_data import EAGER, Case, Seen, look_at, with_layers
 
 pytestmark = pytest.mark.timeout(900)
-
-NUM_LAYERS = 2
 
 QWEN3_32B = read_model_facts(str(SHIPPED_MODELS / "Qwen--Qwen3-32B"))
 
@@ -59,6 +57,8 @@ CASES = {
     ),
     "235b": Case(config="qwen3_235b_a22b"),
     "8b": Case(config="qwen3_8b"),
+    # Three layers of linear attention, and one of full attention.
+    "qwen3_5": Case(config="qwen3_5_35b_a3b", num_layers=4),
     "32b": Case(config="qwen3_32b"),
     "32b-fsdp": _dense("num_procs: 16"),
     "32b-tp8": _dense("num_procs: 16, tensor: 8"),
@@ -88,8 +88,7 @@ def _look(name: str, library: Path) -> Outcome:
     case = CASES[name]
     config = load_config(CONFIGS / f"{case.config}.yaml", [*case.overrides, EAGER])
     facts = read_model_facts(config.model.path) if case.facts is None else QWEN3_32B
-    num_dense = NUM_LAYERS if facts.num_experts == 0 else 0
-    facts = replace(facts, num_layers=NUM_LAYERS, num_dense_layers=num_dense)
+    facts = with_layers(facts, case.num_layers)
     return Outcome(config=config, facts=facts, seen=_seen[name])
 
 
@@ -122,7 +121,15 @@ def test_a_row_at_real_sizes(name: str, library: Path) -> None:
     ]
     # With full checkpointing every layer computes it twice.
     times = 2 if config.trainer.activation_checkpointing.value == "full" else 1
-    assert seen.attention == [expected] * (times * NUM_LAYERS)
+    assert seen.attention == [expected] * (times * facts.num_full_layers)
+    if facts.linear is not None:
+        keys, values = (
+            ["torch.bfloat16", [1, part, facts.linear.num_value_heads, size]]
+            for size in (facts.linear.key_head_dim, facts.linear.value_head_dim)
+        )
+        decays = ["torch.float32", [1, part, facts.linear.num_value_heads]]
+        calls = [keys, keys, values, decays, ["torch.int32", [2]]]
+        assert seen.states == [calls] * (times * (facts.num_layers - facts.num_full_layers))
 
     num_targets = part - (length - config.sampling.max_response_tokens) + 1
     assert max(rows for rows, _ in seen.logits) == min(LOGITS_CHUNK_TOKENS, num_targets)

@@ -216,16 +216,9 @@ def test_settings_that_a_model_has_no_use_for(
     assert re.search(words, only(check_config(run_config(**changes), facts)))
 
 
-RECOMPUTES = {"weights": {"kv_cache": "recompute"}}
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"weights": {"kv_cache": "keep"}},
-            r"kv_cache = 'keep': must be recompute.*abort_and_resume",
-        ),
         ({"trainer": {"share_prefixes": True}}, r"trainer.share_prefixes = True: must be false"),
         ({"trainer": {"compile": True}}, r"trainer.compile = True: must be false"),
         ({"trainer": {"parallel": {"num_procs": 2, "context": 2}}}, r"parallel.context = 2: must be 1"),
@@ -234,7 +227,7 @@ RECOMPUTES = {"weights": {"kv_cache": "recompute"}}
             {"trainer": {"parallel": {"num_procs": 2, "tensor": 2, "sequence": False}}},
             r"parallel.tensor = 2: must be 1",
         ),
-        ({"generator": {"dtype": "bfloat16"}}, r"generator.dtype = 'bfloat16': must be float32"),
+        ({"trainer": {"dtype": "bfloat16"}}, r"generator.dtype = 'float32': must be bfloat16.*for GPUs"),
         ({"generator": {"kv_cache_gib": 1e-5}}, r"generator.kv_cache_gib = 1e-05: must be at least"),
         ({"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}}, r"lora: .*no adapters"),
         ({"fidelity": "bitwise", "generator": {"batch_invariant": True}}, r"fidelity = 'bitwise'"),
@@ -245,16 +238,14 @@ def test_what_recurrent_states_do_not_allow(changes: dict[str, object], words: s
         facts = parse_model_facts(raw_config(variant), "hybrid")
         if "expert" in words and not facts.num_experts:
             continue
-        assert re.search(words, only(check_config(run_config(**RECOMPUTES | changes), facts)))
+        assert re.search(words, only(check_config(run_config(**changes), facts)))
 
 
 def test_prefixes_are_not_shared_if_layers_have_states() -> None:
     facts = parse_model_facts(raw_config("qwen3_5_moe"), "hybrid")
-    config = run_config(**RECOMPUTES)
+    config = run_config()
     assert check_config(config, facts) == [] and config.trainer.shares_prefixes
     assert not resolve(config, facts).trainer.shares_prefixes
-    for interruption in ("drain", "abort_and_resume"):
-        assert check_config(run_config(weights={"interruption": interruption}), facts) == []
 
 
 def test_dense_models_may_be_split_along_sequences() -> None:

@@ -64,6 +64,7 @@ def shown(table: Table) -> str:
         ("Qwen--Qwen3-235B-A22B", 235_093_634_560),
         ("Qwen--Qwen3-8B", 8_190_735_360),
         ("Qwen--Qwen3-32B", 32_762_123_264),
+        ("Qwen--Qwen3.5-35B-A3B", 34_660_610_688),
     ],
 )
 def test_parameters_of_shipped_shapes(name: str, num_parameters: int) -> None:
@@ -71,6 +72,16 @@ def test_parameters_of_shipped_shapes(name: str, num_parameters: int) -> None:
     assert count_parameters(facts).total == num_parameters
     model = build_meta_model(facts)
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
+
+
+def test_states_take_their_part_of_the_cache() -> None:
+    """Of 30 layers, twice, in float32: a matrix for each of 32 heads, and three inputs of the convolution."""
+    config = load_config(CONFIGS / "qwen3_5_35b_a3b.yaml")
+    state = 2 * 30 * 4 * (32 * 128 * 128 + 3 * (2 * 16 + 32) * 128)
+    num_seqs, of_token = config.generator.max_num_seqs, 2 * 10 * 2 * 256 * 2
+    held = (config.generator.kv_cache_gib * 2**30 - num_seqs * state) // of_token
+    text = render(config, read_model_facts(str(SHIPPED_MODELS / "Qwen--Qwen3.5-35B-A3B")))
+    assert f"{held:,.0f}" in text and f"beside {num_seqs * state / 2**30:.3g} GiB of states" in text
 
 
 def test_ranks_share_the_parameters(config: RunConfig, facts: ModelFacts) -> None:

@@ -61,14 +61,14 @@ def connected(
 class FolderPublisher:
     """Publishes versions of a Hugging Face folder's tensors from this process, without a vision tower's."""
 
-    def __init__(self, folder: Path, staging: Path) -> None:
+    def __init__(self, folder: Path, staging: Path, dtype: torch.dtype = torch.float32) -> None:
         left_out = untrained_tensors(folder, read_model_facts(str(folder)))
         tensors = load_file(folder / "model.safetensors")
         self.tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
         weights = [NamedWeight(names=(name,), tensor=tensor) for name, tensor in self.tensors.items()]
-        rank = lay_out(weights, range(len(weights)), rank=0, host_id="h", itemsize=4)
-        self.layout = WeightLayout(dtype=torch.float32, ranks=(rank,))
-        self.buffers = StagingBuffers(staging, rank, torch.float32)
+        rank = lay_out(weights, range(len(weights)), rank=0, host_id="h", itemsize=dtype.itemsize)
+        self.layout = WeightLayout(dtype=dtype, ranks=(rank,))
+        self.buffers = StagingBuffers(staging, rank, dtype)
 
     @property
     def source(self) -> StagingSource:

@@ -30,6 +30,9 @@ SOURCE = Path(__file__).with_name("pretended_cuda.cpp")
 
 REPOSITORY = SOURCE.parents[2]
 
+FLA = REPOSITORY / ".venv-fla" / "lib" / "python3.11" / "site-packages"
+"""Where ``make .venv-fla`` puts flash-linear-attention."""
+
 EAGER = "trainer.compile=false"
 """torch compiles nothing for tensors without data."""
 
@@ -69,6 +72,8 @@ class Seen:
     kept_bytes: int = 0
     """Between forward and backward pass, besides parameters."""
     peak_bytes: int = 0
+    states: list[Any] = field(default_factory=list)
+    """Dtypes and shapes of queries, keys, values, decays and starts of each call of linear attention."""
     engine_operators: list[str] = field(default_factory=list)
     """Operators of vLLM that were called."""
 
@@ -94,7 +99,7 @@ def on_pretended_device(module: str, cases: Mapping[str, Case], library: Path) -
     environment = os.environ | {
         "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": str(Path(torch.__file__).parent / "lib"),
-        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONPATH": f"{REPOSITORY}:{FLA}",
     }
     asked = json.dumps({name: asdict(case) for name, case in cases.items()})
     out = library.with_suffix(".json")
@@ -228,8 +233,71 @@ def config_and_facts(case: Case) -> tuple[Any, Any]:
 
     config = load_config(REPOSITORY / "configs" / f"{case.config}.yaml", [*case.overrides, EAGER])
     facts = read_model_facts(config.model.path) if case.facts is None else ModelFacts(**case.facts)
-    num_dense = case.num_layers if facts.num_experts == 0 else facts.num_dense_layers
-    return config, replace(facts, num_layers=case.num_layers, num_dense_layers=num_dense)
+    return config, with_layers(facts, case.num_layers)
+
+
+def with_layers(facts: Any, num_layers: int) -> Any:
+    """The model's first layers."""
+    num_dense = num_layers if facts.num_experts == 0 else facts.num_dense_layers
+    linear = facts.linear
+    if linear is not None:
+        linear = replace(linear, full_layers=tuple(one for one in linear.full_layers if one < num_layers))
+    return replace(facts, num_layers=num_layers, num_dense_layers=num_dense, linear=linear)
+
+
+class _Rule(torch.autograd.Function):
+    """What fla 0.5.2's chunked gated delta rule returns, saves and computes again, without values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        starts: torch.Tensor,
+    ) -> torch.Tensor:
+        assert {one.device.type for one in (q, k, v, g, beta, starts)} == {"cuda"}
+        corrections = k.new_empty((*k.shape[:3], 64))
+        norms = [one.new_empty(one.shape[:3], dtype=torch.float32) for one in (q, k)]
+        ctx.save_for_backward(
+            q.clone(), k.clone(), v.contiguous(), g.clone(), beta.clone(), corrections, *norms
+        )
+        _chunks(k, v, num=1)
+        return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, g, beta, *_ = ctx.saved_tensors
+        _chunks(k, v, num=2)
+        return (*(torch.empty_like(one) for one in (q, k, v, g, beta)), None)
+
+
+def _chunks(k: torch.Tensor, v: torch.Tensor, *, num: int) -> None:
+    """States between chunks, and what corrects them."""
+    length, heads = k.shape[1:3]
+    states = [k.new_empty((length // 64 + 1, heads, k.shape[3], v.shape[3])) for _ in range(num)]
+    states += [torch.empty_like(one) for one in (k, v, v) * num]
+
+
+def fake_states(seen: "Seen") -> contextlib.ExitStack:
+    """Replaces fla's kernels, which take no tensors without data."""
+    # A real GPU's trainer imports it with the model.
+    import torchtitan.models.qwen3_5.model as titan
+
+    def rule(*inputs: torch.Tensor, cu_seqlens: torch.Tensor, **named: object) -> tuple[torch.Tensor, None]:
+        assert named.keys() == {"use_qk_l2norm_in_kernel", "cu_seqlens_cpu"}
+        seen.states.append([[str(x.dtype), list(x.shape)] for x in (*inputs[:4], cu_seqlens)])
+        return _Rule.apply(*inputs, cu_seqlens), None
+
+    def convolution(*, x: torch.Tensor, weight: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+        return x * weight.sum(), None
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(titan, "_fla_chunk_gated_delta_rule", rule))
+    stack.enter_context(mock.patch("fla.modules.conv.causal_conv1d.causal_conv1d", convolution))
+    return stack
 
 
 def generator_forward(model: Any, facts: Any, called: list[str]) -> Any:
@@ -319,7 +387,8 @@ def _look(case: Case) -> Seen:
     torch.autograd.set_multithreading_enabled(False)
     dist.init_process_group("fake", rank=case.rank, world_size=parallel.num_procs, store=FakeStore())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with patched(fake, num_tokens * facts.top_k):
+    linear = contextlib.nullcontext() if facts.linear is None else fake_states(seen)
+    with patched(fake, num_tokens * facts.top_k), linear:
         dims = build_parallel_dims(section, world_size=parallel.num_procs)
         model = build_parallel_model(facts, section, parallel_dims=dims)
         with fake:

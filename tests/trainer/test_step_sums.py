@@ -38,6 +38,19 @@ def test_only_responses_of_the_newest_weights_alone_are_fresh() -> None:
     assert "mismatch/fresh_logprob_abs_mean" not in stale
 
 
+def test_tokens_after_a_swap_in_their_turn_have_a_state_of_older_weights() -> None:
+    turns = make_sequence([2, 1, 1, 1, 0, 0])
+    # The third token is text between two turns.
+    episode = dataclasses.replace(turns, is_sampled_T=np.arange(6) != 2)
+    row = pack_row([make_sequence([1, 1]), episode, make_sequence([0])])
+    differences_T = torch.tensor([8.0, 8.0, 8.0, -0.5, 8.0, 0.25, 9.0, 8.0])
+    is_trained_T = torch.tensor([True] * 6 + [False, True])
+    for has_states, found in ((True, 0.375), (False, None)):
+        sums = StepSums(num_layers=1, device="cpu", has_states=has_states)
+        sums.add_mismatch(differences_T, torch.zeros(8), is_trained_T, row)
+        assert sums.metrics(7, mesh=None).get("mismatch/recurrent_state") == found
+
+
 ONE_TOKEN = np.full((2, 1, 1), NO_RECORD, np.int16)
 """A prompt of two tokens, the first of them recorded."""
 ONE_TOKEN[0] = 0

@@ -128,7 +128,7 @@ class UpdatableCPUWorker(CPUWorker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         keep_linear_weights()
         if self.model_config.hf_text_config.model_type.startswith("qwen3_5"):
-            compute_qwen3_5()
+            compute_qwen3_5(is_cpu=True)
         if self.lora_config is not None:
             allow_dense_adapters_of_moe()
         super().load_model(load_dummy_weights=load_dummy_weights)

@@ -136,26 +136,40 @@ def text_overrides(model_path: Path) -> dict[str, object]:
     return {"architectures": names} if names else {}
 
 
-def compute_qwen3_5() -> None:
-    """Make vLLM's CPU build compute any Qwen3.5. Call in every process of an engine before it is built.
+def compute_qwen3_5(*, is_cpu: bool) -> None:
+    """Make vLLM compute the text of any Qwen3.5. Call in every process of an engine before it is built.
 
     - vLLM's module of Qwen3.5 imports torchvision on the way to image processing, which text does not need.
     - Its classes are registered from here, because vLLM inspects others in a process without torchvision.
     - They load the decoder of a checkpoint alone, if its vision tower's tensors are left out.
-    - The kernels of linear attention are for bfloat16 and some sizes of heads alone, and pack the weights of
-      convolutions, which could then not be updated. ``forgeasync.models`` has slower ones for all.
+    - The decays' ``A_log`` is float32 in any model. Kernels compute in float32 from any dtype, so here it has
+      the dtype in which weights are published, and the trainer computes with the same values.
+    - The CPU build's kernels of linear attention are for bfloat16 and some sizes of heads alone, and pack the
+      weights of convolutions, which could then not be updated. ``forgeasync.models`` has slower ones for all.
 
-    Can go when the CPU build imports without torchvision, and computes float32 from live weights.
+    Can go when vLLM has classes for text with weights of one dtype, and the CPU build imports without
+    torchvision and computes float32 from live weights.
     """
     with _without_torchvision():
         from vllm.model_executor.models import qwen3_5
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+
     for name in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
         ModelRegistry.register_model(name, getattr(qwen3_5, name))
     decoder = qwen3_5.Qwen3_5ForCausalLMBase
     decoder.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_prefix={"model.visual.": None})
-    assert hasattr(gdn_attention, "cpu_gdn_attention_core"), "written against vLLM 0.32"
-    gdn_attention.cpu_gdn_attention_core = _linear_attention
-    _custom_ops.causal_conv1d_weight_pack = lambda weight: weight.unsqueeze(1)
+    layer = QwenGatedDeltaNetAttention
+    build = layer.__init__
+
+    def build_in_one_dtype(self: QwenGatedDeltaNetAttention, *arguments: Any, **options: Any) -> None:
+        build(self, *arguments, **options)
+        self.A_log.data = self.A_log.data.to(self.dt_bias.dtype)
+
+    layer.__init__ = build_in_one_dtype  # type: ignore[method-assign]
+    if is_cpu:
+        assert hasattr(gdn_attention, "cpu_gdn_attention_core"), "written against vLLM 0.32"
+        gdn_attention.cpu_gdn_attention_core = _linear_attention
+        _custom_ops.causal_conv1d_weight_pack = lambda weight: weight.unsqueeze(1)
 
 
 @contextmanager
