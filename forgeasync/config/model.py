@@ -68,7 +68,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnRope:
-    """Scaling of rotary frequencies by YaRN (Peng et al., 2023), as in DeepSeek-V3.
+    """Scaling of rotary frequencies by YaRN (Peng et al., 2023), as in DeepSeek-V3 and gpt-oss.
 
     ``mscale`` increases the softmax scale; cosines and sines are not scaled.
     """
@@ -78,6 +78,8 @@ class YarnRope:
     beta_slow: float
     mscale: float
     original_max_position_embeddings: int
+    truncates: bool = True
+    """Whether the bounds of scaled dimensions are rounded to whole ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +165,8 @@ class ModelFacts:
     """Whether projections to queries, keys and values have biases."""
     has_head_norms: bool = False
     """Whether queries and keys have norms, in families where that is an option."""
+    window: int = 0
+    """Number of tokens that a token sees in every second layer, from the first one on; 0: all of its past."""
     linear: LinearAttention | None = None
     gated_hidden_size: int = 0
     """Hidden size of a shared expert whose output is gated; 0 without one."""
@@ -175,9 +179,16 @@ class ModelFacts:
         return self.num_layers - self.num_dense_layers
 
     @property
+    def num_windowed_layers(self) -> int:
+        """Number of layers with a cache of the keys and values in a window."""
+        return -(-self.num_layers // 2) if self.window else 0
+
+    @property
     def num_full_layers(self) -> int:
-        """Number of layers with a cache of keys and values."""
-        return self.num_layers if self.linear is None else len(self.linear.full_layers)
+        """Number of layers with a cache of all keys and values."""
+        if self.linear is not None:
+            return len(self.linear.full_layers)
+        return self.num_layers - self.num_windowed_layers
 
     @property
     def shared_hidden_size(self) -> int:

@@ -340,10 +340,10 @@ def num_groups_held(config: RunConfig) -> int:
 def resolve(config: RunConfig, facts: ModelFacts) -> RunConfig:
     """Return the config that the run uses: without routing replay if the model has no experts.
 
-    Prefixes are shared by default only if layers have no states.
+    Prefixes are shared by default only if layers have neither states nor windows.
     """
     changes: dict[str, object] = {}
-    if facts.linear is not None and config.trainer.share_prefixes is None:
+    if (facts.linear is not None or facts.window) and config.trainer.share_prefixes is None:
         changes["share_prefixes"] = False
     if not facts.num_experts:
         changes |= {"routing_replay": RoutingReplay.OFF, "replay_probe_share": 0.0}

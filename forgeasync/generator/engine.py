@@ -56,8 +56,10 @@ from forgeasync.generator.workarounds.vllm_process import (
     compute_qwen3_5,
     expand_latents,
     gpu_share,
+    read_mxfp4,
     rotate_in_torch,
     text_overrides,
+    unquantized,
 )
 from forgeasync.observability import State, doing
 from forgeasync.rollouts import CaptureSpec, FinishReason, LoggedTurn, OperatorTrace, Rollout
@@ -90,7 +92,7 @@ def engine_args(
         model=str(model_path),
         dtype=generator.dtype.value,
         max_model_len=max_context_length,
-        hf_overrides=text_overrides(model_path),
+        hf_overrides=unquantized(model_path) or text_overrides(model_path),
         # For Qwen3.5. vLLM prefers FlashInfer's kernels on Hopper, which are compiled when an engine starts.
         additional_config={"gdn_prefill_backend": "triton"},
         max_num_seqs=generator.max_num_seqs,
@@ -190,6 +192,8 @@ class GeneratorEngine:
         """
         is_cpu = current_platform.is_cpu()
         adapt_process()
+        if unquantized(model_path) is not None:
+            read_mxfp4()
         if generator.batch_invariant:
             compute_batch_invariantly(is_cpu=is_cpu)
         if is_cpu:

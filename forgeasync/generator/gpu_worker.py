@@ -31,8 +31,8 @@ from forgeasync.generator.workarounds.load_trace import (
     OperatorWatch,
     Region,
     WorkerTrace,
-    trace_load,
 )
+from forgeasync.generator.workarounds.vllm_process import read_mxfp4
 from forgeasync.models import CheckpointTensors
 from forgeasync.weights import (
     ALIGNMENT,
@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 
 KNOWN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 """Quantization methods that compute from the parameters themselves, in whatever order they store them."""
+
+# vLLM's workers import this module before they load a model.
+read_mxfp4()
 
 MAX_COMPARED = 8
 """Maximum number of regions of a parameter, and of rows of a region, compared with the checkpoint's files."""
@@ -281,7 +284,7 @@ class UpdatableGPUWorker:
     def trace_weights(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> WorkerTrace:
         """Find where tensors of these names and shapes go in this worker, and whether they can be copied."""
         model = self.model_runner.get_model()
-        self._trace = trace_load(model, shapes, dtype)
+        self._trace = LoadTrace.of(model, shapes, dtype)
         checkpoint = CheckpointTensors(Path(self.model_config.model))
         foreign = tuple(name for name in shapes if name not in checkpoint)
         return WorkerTrace(

@@ -15,6 +15,7 @@ from .hf_folder import CheckpointTensors as CheckpointTensors
 from .hf_folder import FolderNotWritten as FolderNotWritten
 from .hf_folder import HfFolderWriter as HfFolderWriter
 from .hf_folder import MAX_FILE_BYTES as MAX_FILE_BYTES
+from .hf_folder import dequantized as dequantized
 from .hf_folder import untrained_tensors as untrained_tensors
 from .hf_folder import use_umask as use_umask
 from .hf_folder import writing as writing
@@ -38,10 +39,10 @@ from .rules import sampled_mark_bytes_per_token as sampled_mark_bytes_per_token
 from .rules import teacher_bytes_per_token as teacher_bytes_per_token
 from .rules import version_bytes as version_bytes
 from .titan_family import LINEAR_INIT as LINEAR_INIT
-from .tokenizer import NUM_CHARACTER_TOKENS as NUM_CHARACTER_TOKENS
-from .tokenizer import build_tokenizer as build_tokenizer
-from .tokenizer import character_tokenizer as character_tokenizer
-from .tokenizer import save_tokenizer as save_tokenizer
+from .hf_folder import NUM_CHARACTER_TOKENS as NUM_CHARACTER_TOKENS
+from .hf_folder import build_tokenizer as build_tokenizer
+from .hf_folder import character_tokenizer as character_tokenizer
+from .hf_folder import save_tokenizer as save_tokenizer
 from .workarounds.titan_utils import DEVICE_TYPE as DEVICE_TYPE
 from .workarounds.titan_utils import allow_gloo_reduction as allow_gloo_reduction
 from .workarounds.titan_utils import choose_flash_attention as choose_flash_attention
@@ -49,5 +50,5 @@ from .workarounds.titan_utils import unpin_offloaded as unpin_offloaded
 
 # Only tests import these.
 from .facts import MAX_PROBLEMS as MAX_PROBLEMS
-from .tokenizer import TURN_END as TURN_END
-from .tokenizer import UNKNOWN as UNKNOWN
+from .hf_folder import TURN_END as TURN_END
+from .hf_folder import UNKNOWN as UNKNOWN

@@ -16,6 +16,7 @@ from forgeasync.models.family import (
     network_shapes,
     norm_shapes,
     read_biased_routing,
+    read_yarn,
     refuse_attention_variants,
     refuse_common_variants,
     routing_sizes,
@@ -85,13 +86,7 @@ def _read_scaling(reader: ConfigReader) -> YarnRope | None:
     if mscale != of_all:
         # The ratio of the two would scale cosines and sines, which TorchTitan does not support.
         reader.add_problem(f"has mscale = {mscale} and mscale_all_dim = {of_all}; must be equal")
-    return YarnRope(
-        factor=reader.rope_number("factor"),
-        beta_fast=reader.rope_number("beta_fast", default=32.0),
-        beta_slow=reader.rope_number("beta_slow", default=1.0),
-        mscale=mscale,
-        original_max_position_embeddings=int(reader.rope_number("original_max_position_embeddings")),
-    )
+    return read_yarn(reader, mscale=mscale)
 
 
 def _sizes(facts: ModelFacts) -> dict[str, object]:
@@ -148,22 +143,13 @@ def _titan_rope(facts: ModelFacts) -> ComplexRoPE.Config:
     """Return the config of rotary embeddings, which rotate adjacent dimensions in files and TorchTitan."""
     from torchtitan.models.common import ComplexRoPE
 
+    from forgeasync.models.titan_family import with_yarn
+
     assert facts.latent is not None
     rope = ComplexRoPE.Config(
         dim=facts.latent.rope_head_dim, max_seq_len=facts.max_position_embeddings, theta=facts.rope_theta
     )
-    scaling = facts.rope_scaling
-    if scaling is None:
-        return rope
-    assert isinstance(scaling, YarnRope)
-    return replace(
-        rope,
-        scaling="yarn",
-        rope_factor=scaling.factor,
-        beta_fast=scaling.beta_fast,
-        beta_slow=scaling.beta_slow,
-        original_seq_len=scaling.original_max_position_embeddings,
-    )
+    return rope if facts.rope_scaling is None else with_yarn(rope, facts)
 
 
 def _titan_layers(facts: ModelFacts, attention_backend: str) -> list[TransformerBlock.Config]:

@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from forgeasync.config import ModelFacts
 from forgeasync.models.family import ConfigReader, Shape
-from forgeasync.models.hf_folder import single_experts
+from forgeasync.models.hf_folder import logical_shapes
 from forgeasync.models.rules import FAMILIES, expected_shapes, is_untrained
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
@@ -167,19 +167,19 @@ def check_checkpoint_shapes(folder: Path, facts: ModelFacts) -> list[Problem]:
 
     Lists at most ``MAX_PROBLEMS``, followed by the number of the others.
     """
-    found: dict[str, Shape] = {}
+    headers: dict[str, Shape] = {}
     problems: list[Problem] = []
     for file in _weight_files(folder, problems):
         try:
             with safe_open(file, framework="np") as tensors:
                 # get_slice reads only the header.
                 for name in tensors.keys():
-                    found |= single_experts(name, tuple(tensors.get_slice(name).get_shape()))
+                    headers[name] = tuple(tensors.get_slice(name).get_shape())
         except (OSError, SafetensorError) as error:
             problems.append(_problem(folder, f"{file.name} is not a readable safetensors file: {error}"))
     if problems:
         return problems
-    return _compare(folder, found, facts)
+    return _compare(folder, logical_shapes(headers, expected_shapes(facts)), facts)
 
 
 def _problem(folder: Path, remedy: str) -> Problem:

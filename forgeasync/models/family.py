@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forgeasync.config import BiasedRouting, ModelFacts
+from forgeasync.config import BiasedRouting, ModelFacts, YarnRope
 from forgeasync.schema import Problem
 
 if TYPE_CHECKING:
@@ -167,6 +167,14 @@ class ConfigReader:
             return 1.0
         return self._positive(f"{source}.{name}", scaling[name])
 
+    def rope_flag(self, name: str, default: bool) -> bool:
+        """Read whether the settings of rotary scaling have an option."""
+        source, scaling = self._rope_scaling()
+        value = scaling.get(name, default)
+        if not isinstance(value, bool):
+            self.add_problem(f"has {source}.{name} = {value!r}; expected true or false")
+        return value is True
+
     def only(self, name: str, *accepted: object, required: str = "") -> None:
         """Refuse values other than ``accepted``.
 
@@ -259,11 +267,15 @@ class Family:
     """Beginnings of the names of tensors that are not part of the policy, and are exported unchanged."""
 
 
-def refuse_basic_variants(reader: ConfigReader) -> None:
-    """Refuse options that transformers has for all families and TorchTitan supports for none."""
+def refuse_basic_variants(reader: ConfigReader, *, is_quantized: bool = False) -> None:
+    """Refuse options that transformers has for all families and TorchTitan supports for none.
+
+    With ``is_quantized`` the family reads the settings of quantization itself.
+    """
     reader.only("hidden_act", "silu")
     reader.only("attention_dropout", 0.0, None)
-    reader.only("quantization_config", None)
+    if not is_quantized:
+        reader.only("quantization_config", None)
     reader.only("pretraining_tp", 1, None)
 
 
@@ -277,6 +289,17 @@ def refuse_attention_variants(reader: ConfigReader) -> None:
     """Refuse biases of attention and partial rotation."""
     reader.only("attention_bias", False)
     reader.full_rotation()
+
+
+def read_yarn(reader: ConfigReader, *, mscale: float, truncates: bool = True) -> YarnRope:
+    return YarnRope(
+        factor=reader.rope_number("factor"),
+        beta_fast=reader.rope_number("beta_fast", default=32.0),
+        beta_slow=reader.rope_number("beta_slow", default=1.0),
+        mscale=mscale,
+        original_max_position_embeddings=int(reader.rope_number("original_max_position_embeddings")),
+        truncates=truncates,
+    )
 
 
 def read_biased_routing(reader: ConfigReader) -> BiasedRouting:

@@ -21,13 +21,14 @@ from forgeasync.config import (
 from forgeasync.models.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from forgeasync.models.family import Family, Shape
 from forgeasync.models.glm4_moe import GLM4_MOE
+from forgeasync.models.gpt_oss import GPT_OSS
 from forgeasync.models.llama import LLAMA
 from forgeasync.models.qwen3 import QWEN3, QWEN3_5, QWEN3_MOE
 from forgeasync.schema import Problem
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (QWEN3, QWEN3_MOE, *QWEN3_5, LLAMA, DEEPSEEK_V3, KIMI_K2, GLM4_MOE)
+    for family in (QWEN3, QWEN3_MOE, *QWEN3_5, LLAMA, DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GPT_OSS)
 }
 """Families by ``model_type``. To add one, add a file beside this one and its name here."""
 
@@ -80,7 +81,7 @@ BYTES_PER_ELEMENT = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2}
 
 
 def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
-    """Return the bytes of KV cache per token on one generator rank.
+    """Return the bytes of KV cache per token on one generator rank, of layers that keep all tokens.
 
     With more ranks than KV heads, every rank holds one head. Latents of latent attention are replicated on
     every rank. (vLLM's CPU build expands them, but reports a cache that is too small for that.)
@@ -88,9 +89,26 @@ def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
     if facts.latent is not None:
         latent_size = facts.latent.kv_rank + facts.latent.rope_head_dim
         return facts.num_layers * latent_size * BYTES_PER_ELEMENT[config.generator.dtype]
+    return _cached_bytes(config, facts, facts.num_full_layers)
+
+
+def _cached_bytes(config: RunConfig, facts: ModelFacts, num_layers: int) -> int:
+    """Return the bytes of a token's keys and values in some layers."""
     heads_per_rank = max(1, facts.num_kv_heads // config.generator.tensor_parallel)
-    element = BYTES_PER_ELEMENT[config.generator.dtype]
-    return 2 * facts.num_full_layers * heads_per_rank * facts.head_dim * element
+    return 2 * num_layers * heads_per_rank * facts.head_dim * BYTES_PER_ELEMENT[config.generator.dtype]
+
+
+def _window_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the bytes of a sequence's keys and values in windows.
+
+    Also those of the tokens of two forward passes before them, which vLLM frees afterwards.
+    """
+    if not facts.window:
+        return 0
+    num_tokens = facts.window - 1 + 2 * config.generator.max_num_batched_tokens
+    # A window begins and ends within a block.
+    num_tokens = min(num_tokens, config.model.max_context_length) + 2 * CPU_KV_BLOCK_TOKENS
+    return num_tokens * _cached_bytes(config, facts, facts.num_windowed_layers)
 
 
 def recurrent_state_bytes(config: RunConfig, facts: ModelFacts) -> int:
@@ -260,7 +278,7 @@ def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator
             reason = f"a model of model_type {facts.model_type!r} has no experts"
         yield Problem(field="generator.expert_parallel", value=True, remedy=f"must be false: {reason}")
     keys = config.model.max_context_length * kv_bytes_per_token(config, facts)
-    needed_gib = (keys + recurrent_state_bytes(config, facts)) / 2**30
+    needed_gib = (keys + recurrent_state_bytes(config, facts) + _window_bytes(config, facts)) / 2**30
     if config.generator.kv_cache_gib < needed_gib:
         yield Problem(
             field="generator.kv_cache_gib",
@@ -320,7 +338,8 @@ def check_router_bias(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]
         yield Problem(
             field="trainer.router_bias",
             value=config.trainer.router_bias.value,
-            remedy=f"must be frozen: routers of model_type {facts.model_type!r} have no bias",
+            remedy=f"must be frozen: routers of model_type {facts.model_type!r} have no bias that only "
+            "chooses experts",
         )
     elif config.lora is not None:
         yield Problem(
@@ -336,6 +355,33 @@ def check_lora_family(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]
         yield Problem(
             field="lora",
             remedy=f"must be left out: models of model_type {facts.model_type!r} cannot have adapters",
+        )
+
+
+def check_windows(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Refuse what does not hold for attention with windows and sinks, and for gpt-oss's experts."""
+    if not facts.window:
+        return
+    if config.trainer.share_prefixes:
+        yield Problem(
+            field="trainer.share_prefixes",
+            value=True,
+            remedy="must be null or false for a model with windows: in trees a token sees its whole past",
+        )
+    if config.lora is None:
+        return
+    if targets := set(config.lora.targets) & set(EXPERT_TARGETS):
+        yield Problem(
+            field="lora.targets",
+            value=sorted(config.lora.targets),
+            remedy=f"must not have {', '.join(sorted(targets))}: experts of model_type {facts.model_type!r} "
+            "have no adapters",
+        )
+    if config.trainer.parallel.tensor > 1:
+        yield Problem(
+            field="trainer.parallel.tensor",
+            value=config.trainer.parallel.tensor,
+            remedy="must be 1 with lora: TorchTitan 0.3.0 does not split adapters of layers with biases",
         )
 
 
@@ -419,7 +465,7 @@ def check_fidelity(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
         yield Problem(
             field="lora", remedy="must be left out with fidelity = 'bitwise': its layers have no adapters"
         )
-    if facts.routing is not None:
+    if facts.routing is not None or facts.window:
         remedy = f"has model_type {facts.model_type!r}, which fidelity = 'bitwise' does not support"
         yield Problem(field="model.path", value=config.model.path, remedy=remedy)
     elif is_on_gpus and not 32 <= facts.head_dim < 256:
@@ -545,6 +591,7 @@ _MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Problem]], ...] =
     check_router_bias,
     check_generator_fits_model,
     check_lora_family,
+    check_windows,
     check_linear_attention,
     check_lora_sharding,
     check_fidelity,

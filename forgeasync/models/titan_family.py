@@ -9,11 +9,11 @@ import torch
 import torch.nn as nn
 from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.models.common.nn_modules import RMSNorm
-from torchtitan.models.common.rope import CosSinRoPE
+from torchtitan.models.common.rope import CosSinRoPE, RoPE
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from forgeasync.config import ModelFacts
+from forgeasync.config import ModelFacts, YarnRope
 
 LINEAR_INIT: dict[str, Callable[..., object]] = {"weight": partial(nn.init.normal_, std=0.02)}
 
@@ -46,6 +46,20 @@ def set_norm_eps(layer: TransformerBlock.Config, facts: ModelFacts) -> None:
     """Set the model's norm epsilon, because TorchTitan's builders use their own."""
     layer.attention_norm = replace(layer.attention_norm, eps=facts.rms_norm_eps)
     layer.ffn_norm = replace(layer.ffn_norm, eps=facts.rms_norm_eps)
+
+
+def with_yarn(rope: RoPE.Config, facts: ModelFacts) -> RoPE.Config:
+    scaling = facts.rope_scaling
+    assert isinstance(scaling, YarnRope)
+    return replace(
+        rope,
+        scaling="yarn",
+        rope_factor=scaling.factor,
+        beta_fast=scaling.beta_fast,
+        beta_slow=scaling.beta_slow,
+        original_seq_len=scaling.original_max_position_embeddings,
+        truncate=scaling.truncates,
+    )
 
 
 class PartialCosSinRoPE(CosSinRoPE):

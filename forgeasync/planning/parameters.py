@@ -54,7 +54,7 @@ def total_bytes(items: Sequence[MemoryItem]) -> int:
     return sum(item.num_bytes for item in items)
 
 
-_REPLICATED = (".mlp.gate.", ".kv_a_proj_with_mqa.", ".q_a_proj.")
+_REPLICATED = (".mlp.gate.", ".mlp.router.", ".kv_a_proj_with_mqa.", ".q_a_proj.")
 """Parts of the names of matrices that are replicated on every tensor-parallel rank."""
 
 _FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
@@ -126,9 +126,10 @@ def pair_cost(facts: ModelFacts) -> float:
 
     A forward pass needs 2 FLOPs for each parameter that a token uses, and 2 for each layer, head and
     dimension of a key and of a value (Kaplan et al., 2020, section 2.1). A backward pass needs twice as many
-    of both.
+    of both. Layers with windows have few pairs.
     """
-    of_pair = facts.num_layers * facts.num_heads * (facts.head_dim + facts.value_head_dim)
+    num_layers = facts.num_layers - facts.num_windowed_layers
+    of_pair = num_layers * facts.num_heads * (facts.head_dim + facts.value_head_dim)
     return of_pair / active_parameters(facts, count_parameters(facts))
 
 

@@ -529,7 +529,8 @@ class _Count:
         # activation of the gate, and the gradients of the product and the gate.
         passing: float = facts.top_k * hidden * (element + 2 * FLOAT32_BYTES)
         if not self._keeps_products:
-            passing = max(passing, facts.top_k * 3 * inner * element)
+            # gpt-oss recomputes with autograd: nine tensors of clamped gates, products and their gradients.
+            passing = max(passing, facts.top_k * (9 if facts.window else 3) * inner * element)
         if self._expert > 1:
             # At the end of the forward pass: the output sorted by expert, as sent, as received and scaled in
             # float32; and the sum over a token's experts.

@@ -48,8 +48,8 @@ def _templates(facts: ModelFacts) -> dict[str, str]:
 
 
 def is_experts(name: str) -> bool:
-    """Return whether a TorchTitan parameter stacks a layer's experts."""
-    return ".inner_experts." in name
+    """Return whether a TorchTitan parameter stacks a layer's experts, which files have one by one."""
+    return ".inner_experts." in name and "_proj" not in name
 
 
 def canonical_name(name: str) -> str:

@@ -145,7 +145,7 @@ def with_adapters(model: Decoder.Config, lora: LoraSection) -> Decoder.Config:
         layer.attention.qkv_linear = SeparateQKVLinear.Config(
             head_dim=qkv.head_dim, wq=qkv.wq, wkv=qkv.wkv, wk=replace(qkv.wkv), wv=replace(qkv.wkv)
         )
-        if layer.moe is not None:
+        if layer.moe is not None and EXPERT_PARAMETERS.keys() & lora.targets:
             routed = layer.moe.routed_experts
             routed.inner_experts = _experts_with_adapters(routed.inner_experts, lora)
     # The converter ignores experts, which are not linear layers.

@@ -12,6 +12,8 @@ from torchtitan.models.common import Embedding, Linear
 from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.rope import RoPE
+from torchtitan.models.gpt_oss.model import Attention as GptOssAttention
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
@@ -29,8 +31,20 @@ from forgeasync.models import (
 from forgeasync.trainer.logprobs import Predictions, Targets, chunked_predictions
 from forgeasync.trainer.lora import initialize_adapters, store_base_in, with_adapters
 from forgeasync.trainer.replay_router import ReplayRouter
-from forgeasync.trainer.workarounds.attention import GatheredKeysAttention, PackedAttention, WholeRowAttention
-from forgeasync.trainer.workarounds.experts import TrainingDtypeExperts, prepare_compiled_layers
+from forgeasync.trainer.workarounds.attention import (
+    FULL_WINDOW,
+    GatheredKeysAttention,
+    PackedAttention,
+    SinkAttention,
+    UndividedBiasLinear,
+    WholeRowAttention,
+)
+from forgeasync.trainer.workarounds.experts import (
+    ClampedExperts,
+    TrainingDtypeExperts,
+    lay_out_experts,
+    prepare_compiled_layers,
+)
 from forgeasync.trainer.workarounds.low_precision_sums import (
     CpuEmbedding,
     Float32Gate,
@@ -102,11 +116,19 @@ def _adapt_layer(layer: TransformerBlock.Config, *, has_whole_rows: bool) -> Non
         layer.moe.router.gate = as_config(Float32Gate, layer.moe.router.gate)
         layer.moe.router = as_config(ReplayRouter, layer.moe.router)
         experts = layer.moe.routed_experts.inner_experts
-        layer.moe.routed_experts.inner_experts = as_config(TrainingDtypeExperts, experts)
+        kind = ClampedExperts if isinstance(experts, GptOssGroupedExperts.Config) else TrainingDtypeExperts
+        layer.moe.routed_experts.inner_experts = as_config(kind, experts)
         dispatcher = layer.moe.routed_experts.token_dispatcher
         layer.moe.routed_experts.token_dispatcher = as_config(SummingDispatcher, dispatcher)
     if layer.attention is not None:
-        layer.attention.inner_attention = inner_attention(DEVICE_TYPE, has_whole_rows=has_whole_rows)
+        layer.attention.inner_attention = inner_attention(
+            DEVICE_TYPE,
+            has_whole_rows=has_whole_rows,
+            window_size=layer.attention.inner_attention.window_size,
+        )
+        if isinstance(layer.attention, GptOssAttention.Config):
+            layer.attention = as_config(SinkAttention, layer.attention)
+            layer.attention.wo = as_config(UndividedBiasLinear, layer.attention.wo)
 
 
 def build_meta_model(facts: ModelFacts) -> Decoder:
@@ -115,11 +137,14 @@ def build_meta_model(facts: ModelFacts) -> Decoder:
         return titan_config(facts).build()
 
 
-def inner_attention(device_type: str, *, has_whole_rows: bool) -> Module.Config:
+def inner_attention(
+    device_type: str, *, has_whole_rows: bool, window_size: tuple[int, int] = FULL_WINDOW
+) -> Module.Config:
     """Return the config of attention; ``has_whole_rows`` as in ``titan_config``."""
     if device_type == "cpu":
-        return PackedAttention.Config()
-    return WholeRowAttention.Config() if has_whole_rows else GatheredKeysAttention.Config()
+        return PackedAttention.Config(window_size=window_size)
+    kind = WholeRowAttention if has_whole_rows else GatheredKeysAttention
+    return kind.Config(window_size=window_size)
 
 
 _CHECKPOINTING = {ActivationCheckpointing.SELECTIVE: SelectiveAC, ActivationCheckpointing.FULL: FullAC}
@@ -181,6 +206,11 @@ def build_parallel_model(
     has_whole_rows = section.parallel.context == 1 and not section.shares_prefixes
     model_config = titan_config(facts, has_whole_rows=has_whole_rows)
     model_config.update_from_config(config=_TitanRun(parallelism=parallelism, training=training))
+    lay_out_experts(
+        model_config,
+        enable_ep=section.parallel.expert > 1,
+        enable_sp=parallelism.enable_sequence_parallel,
+    )
     head = model_config.lm_head
     if head.sharding_config is not None:
         # The head's weight stays sharded over the vocabulary, but log-probabilities are equal on all ranks.

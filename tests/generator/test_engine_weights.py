@@ -1,7 +1,7 @@
 """Published weights on their way into an engine: what it takes, refuses, and copies; merged adapters."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -209,6 +209,37 @@ def test_modules_of_unknown_methods_are_not_copied_to() -> None:
     model["known"].quant_method = UnquantizedLinearMethod()
     model["other"].quant_method = Other()
     assert derived_tensors(model) == ["other has Other"]
+
+
+class ExpertsWithBiases(torch.nn.Module):
+    """Loads as vLLM's gpt-oss does on the second of two tensor-parallel ranks."""
+
+    def __init__(self, *, scales: bool) -> None:
+        super().__init__()
+        self.up = torch.nn.Parameter(torch.zeros(2, 3, 4))
+        self.bias = torch.nn.Parameter(torch.zeros(2, 4))
+        self._scales = scales
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            if name == "bias":
+                self.bias.data.copy_(weight.zero_())
+                continue
+            narrow = weight[:, :, 3:].permute(0, 2, 1).contiguous()
+            if self._scales:
+                narrow.mul_(2)
+            self.up.data.copy_(narrow)
+
+
+def test_transposed_tensors_and_zeros_are_traced() -> None:
+    shapes = {"up": (2, 4, 6), "bias": (2, 4)}
+    trace = LoadTrace.of(ExpertsWithBiases(scales=False), shapes, torch.float32)
+    (region,) = trace.regions
+    assert (region.name, region.box) == ("up", Box(start=(0, 0, 3), size=(2, 4, 3)))
+    assert region.target_strides == (12, 1, 4)
+    assert not trace.untraceable and not trace.unfilled
+    trace = LoadTrace.of(ExpertsWithBiases(scales=True), shapes, torch.float32)
+    assert not trace.regions and "computes with the values" in trace.untraceable[0]
 
 
 TRACE = LoadTrace(

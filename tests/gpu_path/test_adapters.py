@@ -17,7 +17,7 @@ from tests.support.gpu_runner import run_on_gpu_runner
 from tests.support.peft_adapters import random_adapter, write_merged
 from tests.support.processes import ProcessFailed, run_alone
 
-SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=6)
+SAMPLING = SamplingSection(temperature=0.9, top_k=20, top_p=0.9, max_response_tokens=6)
 ATTENTION = ("q_proj", "v_proj", "o_proj")
 SOME_OF_EXPERTS = ("gate_proj", "down_proj")
 """vLLM takes three projections or none."""

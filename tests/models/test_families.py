@@ -11,11 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from forgeasync.config import ActivationCheckpointing, ParallelSection, RouterBias
-from forgeasync.models import check_checkpoint_shapes, read_model_facts, untrained_tensors
+from forgeasync.models import (
+    CheckpointTensors,
+    check_checkpoint_shapes,
+    dequantized,
+    read_model_facts,
+    untrained_tensors,
+)
 from forgeasync.trainer import TrainingSequence, hf_checkpoint, pack_row
-from tests.support.families import VARIANTS, load_family, write_family
+from tests.support.families import VARIANTS, load_family, write_family, write_mxfp4
 from tests.support.processes import run_ranks
 from tests.support.references import reference_logprobs
 from tests.support.trainers import make_trainer, named_tensors, plain_sequence
@@ -234,6 +241,56 @@ def test_stacked_experts_are_read(folders: dict[str, Path], tmp_path: Path) -> N
     assert all(torch.equal(before[name], after[name]) for name in before)
     wrong = dataclasses.replace(facts, expert_hidden_size=facts.expert_hidden_size + 1)
     assert "experts.0.gate_proj.weight" in str(check_checkpoint_shapes(tmp_path / "stacked", wrong)[0])
+
+
+def _logprobs_and_save(folder: Path, sequences: list[TrainingSequence], out: Path) -> torch.Tensor:
+    _save({"mxfp4": folder}, out)
+    with torch.no_grad():
+        return make_trainer(folder, ParallelSection(num_procs=2)).logprobs(pack_row(sequences))
+
+
+def test_mxfp4_has_the_bits_of_transformers(tmp_path: Path) -> None:
+    """Every scale and byte; whole stacks and parts of them."""
+    scales = torch.arange(256, dtype=torch.uint8).view(2, 16, 8)
+    blocks = torch.randint(256, (2, 16, 8, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    save_file({"x_blocks": blocks, "x_scales": scales}, tmp_path / "model.safetensors")
+    expected = convert_moe_packed_tensors(blocks, scales).contiguous()
+    tensors = CheckpointTensors(tmp_path)
+    part = tensors.part("x", (1, 21, 5), (1, 40, 9)).contiguous()
+    pairs = [
+        (tensors["x"].contiguous(), expected),
+        (part, expected[1:, 21:61, 5:14].contiguous()),
+        (dict(dequantized([("x_scales", scales), ("x_blocks", blocks)]))["x"].contiguous(), expected),
+    ]
+    assert all(torch.equal(one.view(torch.int16), other.view(torch.int16)) for one, other in pairs)
+    assert list(tensors) == ["x"] and tensors.shape("x") == (2, 256, 16) and "x" in tensors
+
+
+def test_experts_in_mxfp4_are_trained_and_written_in_bfloat16(
+    sequences: list[TrainingSequence], tmp_path: Path
+) -> None:
+    folder = write_mxfp4(tmp_path / "model", "gpt_oss")
+    facts = read_model_facts(str(folder))
+    assert check_checkpoint_shapes(folder, facts) == []
+    (found, _) = run_ranks(2, _logprobs_and_save, folder, sequences, tmp_path)
+    before, after = dict(dequantized(load_file(folder / "model.safetensors").items())), {}
+    for file in (tmp_path / "mxfp4").glob("*.safetensors"):
+        after |= load_file(file)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].float(), after[name]) for name in before)
+    model = load_family(tmp_path / "mxfp4", dtype=torch.float32)
+    with torch.no_grad():
+        expected = torch.cat([reference_logprobs(model, sequence) for sequence in sequences])
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=0)
+
+
+def test_experts_in_mxfp4_without_their_scales_are_refused(tmp_path: Path) -> None:
+    folder = write_mxfp4(tmp_path / "model", "gpt_oss")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.mlp.experts.down_proj_scales"]
+    save_file(tensors, folder / "model.safetensors")
+    problems = map(str, check_checkpoint_shapes(folder, read_model_facts(str(folder))))
+    assert "lacks tensor model.layers.0.mlp.experts.down_proj of shape" in next(problems)
 
 
 def _save(folders: dict[str, Path], out: Path) -> None:

@@ -13,8 +13,10 @@ from forgeasync.config import GeneratorSection, Interruption, KvAfterSwap, Sampl
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import CaptureSpec, Rollout, check_rollout
 from forgeasync.trainer import PackedRow, TrainingSequence, pack_row
+from tests.gpu_path.test_adapters import ATTENTION, adapters_of, sample_before_and_after
 from tests.support.engines import let_decode, sample_all, start_engine
-from tests.support.families import write_family
+from tests.support.families import write_family, write_mxfp4
+from tests.support.peft_adapters import random_adapter, write_merged
 from tests.support.processes import run_alone, run_ranks
 from tests.support.trainers import make_trainer, plain_sequence
 from tests.support.weight_service import FolderPublisher
@@ -23,7 +25,7 @@ SAMPLING = SamplingSection(temperature=0.9, top_p=0.9, max_response_tokens=40)
 
 ENGINE_VARIANTS = (
     *("qwen3_tied", "llama3_rope", "deepseek_v3_yarn", "kimi_k2", "glm4_moe", "glm4_moe_air"),
-    *("qwen3_5", "qwen3_5_moe_vision"),
+    *("qwen3_5", "qwen3_5_moe_vision", "gpt_oss", "gpt_oss_window_1"),
 )
 
 
@@ -103,6 +105,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
             write_family(root / f"{variant}-after", variant, seed=1),
         )
         for variant in ENGINE_VARIANTS
+    } | {
+        "gpt_oss_mxfp4": (
+            write_mxfp4(root / "mxfp4-before", "gpt_oss"),
+            write_family(root / "mxfp4-after", "gpt_oss", seed=1),
+        )
     }
 
 
@@ -121,6 +128,22 @@ def test_samples_have_the_trainers_logprobs(folders: dict[str, tuple[Path, Path]
                 sampled_T, logprobs_T.numpy(), atol=1e-4, err_msg=f"{variant}, version {version}"
             )
             assert num_other_choices == 0, variant
+
+
+@pytest.mark.exhaustive
+def test_layers_that_vllm_renames_have_adapters(
+    folders: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    folder, lora = folders["gpt_oss"][0], adapters_of(ATTENTION)
+    adapter = random_adapter(folder, lora)
+    sampled = run_alone(sample_before_and_after, folder, lora, adapter, tmp_path, None)
+    by_version = {"gpt_oss": (folder, write_merged(folder, adapter, lora, tmp_path / "merged"))}
+    trained = run_ranks(1, _train_all, by_version, {"gpt_oss": dict(enumerate(map(tuple, sampled)))})[0]
+    for version, group in enumerate(sampled):
+        logprobs_T, num_other_choices = trained["gpt_oss", version]
+        sampled_T = np.concatenate([rollout.logprobs_T for rollout in group])
+        np.testing.assert_allclose(sampled_T, logprobs_T.numpy(), atol=1e-4)
+        assert num_other_choices == 0
 
 
 HYBRID = "qwen3_5"

@@ -16,7 +16,7 @@ from forgeasync.controller import prepare
 from forgeasync.models import check_config, parse_model_facts
 from forgeasync.schema import ConfigError
 from tests.support.config_samples import FACTS, HF_CONFIG, MINIMAL, only
-from tests.support.families import LLAMA3_SCALING, YARN_SCALING, config_json, write_family
+from tests.support.families import GPT_OSS_SCALING, LLAMA3_SCALING, YARN_SCALING, config_json, write_family
 
 
 def raw_config(variant: str, **changes: object) -> dict[str, object]:
@@ -122,6 +122,31 @@ def raw_config(variant: str, **changes: object) -> dict[str, object]:
             r"rotates 3 of 32 dimensions",
         ),
         ("qwen3_5_moe", {"num_experts": ...}, r"lacks num_experts"),
+        ("gpt_oss", {"hidden_act": "gelu"}, r"hidden_act = 'gelu'; only 'silu' is supported"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, r"swiglu_limit = 6.0; only 7.0 is supported"),
+        ("gpt_oss", {"rms_norm_eps": 1e-6}, r"rms_norm_eps = 1e-06; only 1e-05 is supported"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, r"swiglu_alpha = 1.5; only 1.702 is supported"),
+        ("gpt_oss", {"attention_bias": False}, r"attention_bias = False; only True is supported"),
+        ("gpt_oss", {"tie_word_embeddings": True}, r"tie_word_embeddings = True; only False"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 3}, r"layer_types = .*only \['sliding_attention'"),
+        ("gpt_oss", {"experts_per_token": 5}, r"experts_per_token = 5; only 3 is supported"),
+        ("gpt_oss", {"sliding_window": None}, r"sliding_window = None; expected a positive whole number"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "gptq"}},
+            r"quant_method = 'gptq'; only 'mxfp4'",
+        ),
+        ("gpt_oss", {"quantization_config": {"bits": 4}}, r"bits = 4; this key is not supported"),
+        (
+            "gpt_oss",
+            {"rope_parameters": GPT_OSS_SCALING | {"rope_type": "linear"}},
+            r"rope_parameters.rope_type = 'linear'; only 'yarn' is supported",
+        ),
+        (
+            "gpt_oss",
+            {"rope_parameters": GPT_OSS_SCALING | {"truncate": 0}},
+            r"rope_parameters.truncate = 0; expected true or false",
+        ),
         ("qwen3_5_vision", {"tie_word_embeddings": True}, r"tie_word_embeddings = False; only True"),
     ],
 )
@@ -238,6 +263,27 @@ def test_what_recurrent_states_do_not_allow(changes: dict[str, object], words: s
         facts = parse_model_facts(raw_config(variant), "hybrid")
         if "expert" in words and not facts.num_experts:
             continue
+        assert re.search(words, only(check_config(run_config(**changes), facts)))
+
+
+def test_prefixes_are_not_shared_if_layers_have_windows() -> None:
+    facts = parse_model_facts(raw_config("gpt_oss"), "windows")
+    assert check_config(run_config(), facts) == []
+    assert not resolve(run_config(), facts).trainer.shares_prefixes
+    for changes, words in (
+        ({"trainer": {"share_prefixes": True}}, r"trainer.share_prefixes = True: must be null or false"),
+        (
+            {"lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "up_proj"]}},
+            r"lora.targets = .*must not have up_proj: experts of model_type 'gpt_oss'",
+        ),
+        (
+            {
+                "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj"]},
+                "trainer": {"parallel": {"num_procs": 2, "tensor": 2, "sequence": False}},
+            },
+            r"trainer.parallel.tensor = 2: must be 1 with lora",
+        ),
+    ):
         assert re.search(words, only(check_config(run_config(**changes), facts)))
 
 

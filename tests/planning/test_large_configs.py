@@ -16,7 +16,14 @@ from forgeasync.models import (
 from forgeasync.planning import groups_outstanding, least_bytes, memory_plan
 from tests.support.config_samples import CONFIGS
 
-NUM_GPUS = {"qwen3_8b": 8, "qwen3_30b_a3b": 32, "qwen3_32b": 32, "glm_4_5_air": 64, "qwen3_235b_a22b": 192}
+NUM_GPUS = {
+    "qwen3_8b": 8,
+    "qwen3_30b_a3b": 32,
+    "qwen3_32b": 32,
+    "glm_4_5_air": 64,
+    "gpt_oss_120b": 64,
+    "qwen3_235b_a22b": 192,
+}
 
 GPU_BYTES = 79 * 2**30
 """What torch sees of an H100 or A100 of 80 GB is a little more."""
@@ -80,7 +87,14 @@ def test_every_gpu_and_the_figures_in_the_comments(name: str) -> None:
 
 def test_trainers_on_fewer_gpus_would_not_fit() -> None:
     """What the comments say of half as many."""
-    of_half = {"qwen3_8b": 2, "qwen3_30b_a3b": 8, "qwen3_32b": 8, "glm_4_5_air": 16, "qwen3_235b_a22b": 32}
+    of_half = {
+        "qwen3_8b": 2,
+        "qwen3_30b_a3b": 8,
+        "qwen3_32b": 8,
+        "glm_4_5_air": 16,
+        "gpt_oss_120b": 16,
+        "qwen3_235b_a22b": 32,
+    }
     for name, change in of_half.items():
         config, _ = large(name)
         fewer, facts = large(name, f"trainer.parallel.num_procs={change}")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from forgeasync.config import BiasedRouting, LatentAttention, ModelFacts, RunConfig, load_config
 from forgeasync.models import (
@@ -72,6 +72,12 @@ GLM = dataclasses.replace(
     dense_hidden_size=256,
 )
 
+GPT_OSS = dataclasses.replace(
+    parse_model_facts(config_json("gpt_oss") | {"vocab_size": 32}, "gpt_oss"),
+    hidden_size=128,
+    expert_hidden_size=128,
+)
+
 TINY = dataclasses.replace(
     FACTS,
     num_layers=4,
@@ -105,6 +111,7 @@ def _case(facts: ModelFacts, *changes: str, length: int = 160, tokens: int = 192
     ("facts", "num_procs", "checkpointing"),
     [
         *((GLM, num_procs, choice) for num_procs, choice in ((1, "none"), (2, "selective"), (2, "full"))),
+        *((GPT_OSS, num_procs, choice) for num_procs, choice in ((1, "none"), (2, "full"))),
         *((TINY, num_procs, choice) for num_procs in (1, 2) for choice in ("none", "selective", "full")),
         # A step of 135M parameters takes its time.
         pytest.param(SMOLLM2, 1, "none", marks=pytest.mark.exhaustive),
@@ -140,7 +147,7 @@ def test_a_trainer_rank_allocates_what_was_planned(
         assert plan.total_bytes == pytest.approx(rank.parameters + rank.optimizer + rank.peak, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("facts", [TINY, SMOLLM2, DEEPSEEK, GLM], ids=lambda facts: facts.model_type)
+@pytest.mark.parametrize("facts", [TINY, SMOLLM2, DEEPSEEK, GLM, GPT_OSS], ids=lambda facts: facts.model_type)
 def test_parameters_are_those_that_torchtitan_builds(facts: ModelFacts) -> None:
     model = build_meta_model(facts)
     counts = count_parameters(facts)
@@ -171,7 +178,18 @@ KIMI_K2 = config_json("kimi_k2") | {
 GLM_AIR = json.loads((SHIPPED_MODELS / "zai-org--GLM-4.5-Air" / "config.json").read_text())
 
 
-@pytest.mark.parametrize(("raw", "billions"), [(KIMI_K2, 1026), (GLM_AIR, 106)], ids=["kimi_k2", "glm_air"])
+GPT_OSS_120B, GPT_OSS_20B = (
+    json.loads(GptOssConfig(num_hidden_layers=num_layers, num_local_experts=num_experts).to_json_string())
+    | {"architectures": ["GptOssForCausalLM"]}
+    for num_layers, num_experts in ((36, 128), (24, 32))
+)
+
+
+@pytest.mark.parametrize(
+    ("raw", "billions"),
+    [(KIMI_K2, 1026), (GLM_AIR, 106), (GPT_OSS_120B, 116), (GPT_OSS_20B, 20)],
+    ids=["kimi_k2", "glm_air", "gpt_oss_120b", "gpt_oss_20b"],
+)
 def test_parameters_of_published_sizes_are_those_of_transformers(raw: dict[str, Any], billions: int) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(transformers_config(raw))

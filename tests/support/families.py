@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -47,6 +48,9 @@ YARN_SCALING = {
     "mscale": 0.8,
     "mscale_all_dim": 0.8,
     "original_max_position_embeddings": 40,
+}
+GPT_OSS_SCALING = {key: value for key, value in YARN_SCALING.items() if "mscale" not in key} | {
+    "truncate": False
 }
 
 TEXTS = (
@@ -138,6 +142,18 @@ _VISION = {
     "num_position_embeddings": 16,
 }
 
+_GPT_OSS = _COMMON | {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "head_dim": 32,
+    "num_local_experts": 10,
+    "num_experts_per_tok": 3,
+    "sliding_window": 17,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": GPT_OSS_SCALING,
+}
+
 VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": partial(Qwen3Config, **_DENSE, tie_word_embeddings=False),
     "qwen3_tied": partial(Qwen3Config, **_DENSE, tie_word_embeddings=True),
@@ -156,6 +172,13 @@ VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
     # As GLM-4.5-Air has it: no norms of heads, one group.
     "glm4_moe_air": partial(
         Glm4MoeConfig, **_GLM | {"use_qk_norm": False, "n_group": 1, "topk_group": 1, "n_routed_experts": 9}
+    ),
+    "gpt_oss": partial(GptOssConfig, **_GPT_OSS),
+    # Windows of a token, and windows longer than any sequence, and rounded bounds of scaled dimensions.
+    "gpt_oss_window_1": partial(GptOssConfig, **_GPT_OSS | {"sliding_window": 1}),
+    "gpt_oss_window_200": partial(
+        GptOssConfig,
+        **_GPT_OSS | {"sliding_window": 200, "rope_parameters": GPT_OSS_SCALING | {"truncate": True}},
     ),
     # Its scaling of rotary frequencies, which changes at one wavelength, and its routing.
     "kimi_k2": partial(
@@ -223,7 +246,10 @@ def write_family(folder: Path, variant: str, *, seed: int = 0) -> Path:
     model = _WITH_VISION.get(type(config), AutoModelForCausalLM.from_config)(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
+            if name.endswith("gate_up_proj_bias"):
+                # Wide enough that gpt-oss clamps many products.
+                parameter.normal_(std=3.0)
+            elif parameter.dim() > 1:
                 parameter.normal_(std=0.06)
             elif name.endswith(".bias"):
                 parameter.normal_(std=0.3)
@@ -258,6 +284,23 @@ def write_family(folder: Path, variant: str, *, seed: int = 0) -> Path:
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     save_tokenizer(tokenizer, folder)
+    return folder
+
+
+def write_mxfp4(folder: Path, variant: str) -> Path:
+    """A gpt-oss whose experts are random in MXFP4, as the published ones are."""
+    write_family(folder, variant)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        shape = (experts, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 122, shape, generator=generator, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(raw))
     return folder
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -124,8 +125,8 @@ def attention_of(device_type: str) -> Iterator[None]:
     """Models are built with the attention of another device; what it calls has kernels for CPUs."""
     importlib.import_module("tests.support.varlen_kernel")
 
-    def of_device(_: str, *, has_whole_rows: bool) -> object:
-        return inner_attention(device_type, has_whole_rows=has_whole_rows)
+    def of_device(_: str, **options: Any) -> object:
+        return inner_attention(device_type, **options)
 
     with mock.patch.object(trainer_model, "inner_attention", of_device):
         yield

@@ -111,10 +111,13 @@ def masked_attention(
     positions_BL: torch.Tensor,
     *,
     visible_until_L: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Float64 [B, L, N, H]: a row at a time, everything but a token's own past masked.
 
-    With ``visible_until_L`` the rows are trees; otherwise positions restart with each sequence.
+    With ``visible_until_L`` the rows are trees; otherwise positions restart with each sequence. Of the past a
+    token sees ``window`` tokens, itself included. A fourth input are sinks [N]: scores of a key that all
+    tokens see and whose value is zero.
     """
     outs = []
     for row, positions_L in enumerate(positions_BL):
@@ -122,8 +125,19 @@ def masked_attention(
         is_seen_LL = (sequence_L[:, None] == sequence_L).tril()
         if visible_until_L is not None:
             is_seen_LL = (torch.arange(len(visible_until_L))[:, None] < visible_until_L).tril()
-        q_NLH, k_NLH, v_NLH = (x[row].double().transpose(0, 1) for x in inputs)
-        out_NLH = F.scaled_dot_product_attention(q_NLH, k_NLH, v_NLH, attn_mask=is_seen_LL, enable_gqa=True)
+        if window is not None:
+            is_seen_LL = is_seen_LL.triu(1 - window)
+        q_NLH, k_NLH, v_NLH = (x[row].double().transpose(0, 1) for x in inputs[:3])
+        if len(inputs) == 3:
+            out_NLH = F.scaled_dot_product_attention(
+                q_NLH, k_NLH, v_NLH, attn_mask=is_seen_LL, enable_gqa=True
+            )
+        else:
+            k_NLH, v_NLH = (x.repeat_interleave(len(q_NLH) // len(x), dim=0) for x in (k_NLH, v_NLH))
+            scores_NLL = q_NLH @ k_NLH.mT / q_NLH.shape[-1] ** 0.5
+            sinks_NL1 = inputs[3].double()[:, None, None].expand(-1, scores_NLL.shape[1], 1)
+            scores = torch.cat([scores_NLL.masked_fill(~is_seen_LL, -torch.inf), sinks_NL1], dim=-1)
+            out_NLH = scores.softmax(-1)[..., :-1] @ v_NLH
         outs.append(out_NLH.transpose(0, 1))
     return torch.stack(outs)
 

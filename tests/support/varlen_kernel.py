@@ -31,11 +31,15 @@ def _segments(
         )
 
 
-def _scores(q_qNH: torch.Tensor, k_kGH: torch.Tensor, more: int, scale: float) -> torch.Tensor:
+def _scores(
+    q_qNH: torch.Tensor, k_kGH: torch.Tensor, more: int, scale: float, num_before: int
+) -> torch.Tensor:
     """[G, R, q, k], minus infinity where a query does not look."""
     q_GRqH = q_qNH.unflatten(1, (k_kGH.shape[1], -1)).permute(1, 2, 0, 3)
     scores = scale * torch.einsum("grqh,kgh->grqk", q_GRqH, k_kGH)
     is_seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(diagonal=more)
+    if num_before >= 0:
+        is_seen = is_seen.triu(diagonal=more - num_before)
     return scores.masked_fill(~is_seen, -torch.inf)
 
 
@@ -56,7 +60,8 @@ def _forward(
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    assert is_causal and window_size == [-1, 0] and seqused_k is None and block_table is None
+    assert window_size is not None and window_size[1] == 0 and is_causal == (window_size[0] == -1)
+    assert seqused_k is None and block_table is None
     assert num_splits == 1, "FlashAttention 2 is to make no splits"
     assert key.shape == value.shape and query.shape[-1] == key.shape[-1], "FlashAttention 2 has one head size"
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -64,7 +69,7 @@ def _forward(
     out = torch.full_like(q, torch.nan)
     log_sums_NQ = q.new_full((q.shape[1], len(q)), torch.nan)
     for of_q, of_k, more in _segments(cu_seq_q, cu_seq_k, max_q, max_k):
-        scores = _scores(q[of_q], k[of_k], more, scale or q.shape[-1] ** -0.5)
+        scores = _scores(q[of_q], k[of_k], more, scale or q.shape[-1] ** -0.5, window_size[0])
         out[of_q] = torch.einsum("grqk,kgh->qgrh", scores.softmax(-1), v[of_k]).flatten(1, 2)
         log_sums_NQ[:, of_q] = scores.logsumexp(-1).flatten(0, 1)
     return out.to(query.dtype), log_sums_NQ, torch.zeros(2, dtype=torch.uint64)
@@ -90,10 +95,12 @@ def _backward(
     """Gradients by Dao et al., "FlashAttention", 2022, appendix B.2."""
     q, k, v, out, grad = (x.to(lse.dtype) for x in (query, key, value, out, grad_out))
     scale = scale or q.shape[-1] ** -0.5
+    assert window_size is not None
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
     for of_q, of_k, more in _segments(cu_seq_q, cu_seq_k, max_q, max_k):
         groups = (k.shape[1], -1)
-        shares = (_scores(q[of_q], k[of_k], more, scale) - lse[:, of_q].unflatten(0, groups)[..., None]).exp()
+        scores = _scores(q[of_q], k[of_k], more, scale, window_size[0])
+        shares = (scores - lse[:, of_q].unflatten(0, groups)[..., None]).exp()
         grad_qGRH = grad[of_q].unflatten(1, groups)
         dv[of_k] = torch.einsum("grqk,qgrh->kgh", shares, grad_qGRH)
         through_GRq = (grad[of_q] * out[of_q]).sum(-1).unflatten(1, groups).permute(1, 2, 0)

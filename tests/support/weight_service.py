@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.models import read_model_facts, untrained_tensors
+from forgeasync.models import dequantized, read_model_facts, untrained_tensors
 from forgeasync.schema import PythonCode
 from forgeasync.weights import (
     ALONE,
@@ -63,8 +63,8 @@ class FolderPublisher:
 
     def __init__(self, folder: Path, staging: Path, dtype: torch.dtype = torch.float32) -> None:
         left_out = untrained_tensors(folder, read_model_facts(str(folder)))
-        tensors = load_file(folder / "model.safetensors")
-        self.tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+        tensors = dequantized(load_file(folder / "model.safetensors").items())
+        self.tensors = {name: tensor for name, tensor in tensors if name not in left_out}
         weights = [NamedWeight(names=(name,), tensor=tensor) for name, tensor in self.tensors.items()]
         rank = lay_out(weights, range(len(weights)), rank=0, host_id="h", itemsize=dtype.itemsize)
         self.layout = WeightLayout(dtype=dtype, ranks=(rank,))

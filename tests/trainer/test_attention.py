@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
+from torchtitan.protocols.module import Module
 
 from forgeasync.trainer import (
     GatheredKeysAttention,
@@ -20,6 +21,7 @@ from forgeasync.trainer import (
     PackedRow,
     WholeRowAttention,
     attend,
+    inner_attention,
     pack_row,
     packed_sequences,
     part_metadata,
@@ -93,6 +95,7 @@ def check(
     sizes: tuple[int, int] = (16, 16),
     scale: float = 1.0,
     seed: int = 0,
+    num_sinks: int = 0,
 ) -> None:
     """``rows`` have lengths of sequences, or positions; ``sizes`` are those of heads and of values."""
     positions_BL, (head_size, value_size) = rows, sizes
@@ -107,6 +110,8 @@ def check(
         seed=seed,
         dtype=dtype,
     )
+    if num_sinks:
+        inputs = (*inputs, torch.linspace(-2.0, 3.0, num_sinks).to(dtype).requires_grad_())
     out, expected = attention(inputs, positions_BL), reference(inputs, positions_BL)
     assert out.dtype == dtype
     of_outputs, of_gradients = TOLERANCES[dtype]
@@ -222,6 +227,64 @@ def test_values_of_another_head_size(
 @pytest.mark.parametrize("value_size", [16, 10])
 def test_whole_rows(value_size: int) -> None:
     check(whole_rows, SEVERAL_ROWS, dtype=torch.bfloat16, sizes=(16, value_size))
+
+
+def windowed(kind: str, inputs: Tensors, positions_BL: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Attention with sinks and a window: on CPUs, of whole rows or in parts, and on GPUs."""
+    *inputs, sinks_N = inputs
+    num_parts, length = 4 if kind.endswith("parts") else 1, positions_BL.shape[1]
+    size = {} if window is None else {"window_size": (window - 1, 0)}
+    layer = inner_attention("cuda" if kind.startswith("gpu") else "cpu", has_whole_rows=kind == "gpu", **size)
+    assert isinstance(layer, Module.Config)
+    attention, outs = layer.build(), []
+    for start in range(0, length, length // num_parts):
+        stop = start + length // num_parts
+        masks = (
+            create_varlen_metadata_for_document(positions_BL)
+            if kind == "gpu"
+            else part_metadata(positions_BL.numpy(), start=start, stop=stop)
+            if kind == "gpu parts"
+            else packed_sequences(visible_until(positions_BL), query_start=start)
+        )
+        q_BLNH = inputs[0][:, start:stop]
+        outs.append(attention(q_BLNH, *inputs[1:], attention_masks=masks, sinks_N=sinks_N))
+    return torch.cat(outs, dim=1)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cpu parts", "gpu", "gpu parts"])
+@pytest.mark.parametrize("window", [None, 1, 5, 200])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_windows_and_sinks(kind: str, window: int | None, dtype: torch.dtype) -> None:
+    """No window reaches a neighbor, and sinks have gradients."""
+    check(
+        lambda inputs, positions_BL: windowed(kind, inputs, positions_BL, window),
+        [[20, 3, 41], [64], [1, 31, 16, 16]],
+        dtype=dtype,
+        num_sinks=NUM_HEADS,
+        reference=functools.partial(masked_attention, window=window),
+    )
+
+
+def test_windows_of_long_sequences_on_cpus() -> None:
+    """The kernel takes keys in blocks, of which a window sees few."""
+    check(
+        lambda inputs, positions_BL: windowed("cpu", inputs, positions_BL, 70),
+        [[1300, 700]],
+        dtype=torch.float32,
+        num_sinks=NUM_HEADS,
+        reference=functools.partial(masked_attention, window=70),
+    )
+
+
+def test_trees_with_windows_are_refused() -> None:
+    row = pack_row([make_sequence([1] * 30, [2 + i] * 20) for i in range(3)], share_prefixes=True)
+    masks = packed_sequences(torch.from_numpy(row.visible_until_L))
+    inputs = random_inputs(
+        torch.from_numpy(row.positions_L[None]), num_kv_heads=2, head_size=16, value_size=16
+    )
+    attention = PackedAttention(PackedAttention.Config(window_size=(4, 0)))
+    with pytest.raises(AssertionError, match="trees have no windows"):
+        attention(*inputs, attention_masks=masks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,9 +19,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from forgeasync.generator.engine_weights import HostMemory, by_parameter, stage_in_thread
 from forgeasync.generator.workarounds.cpu_model_runner import RecordingCPUModelRunner
-from forgeasync.generator.workarounds.load_trace import OperatorWatch, WorkerTrace, trace_load
+from forgeasync.generator.workarounds.load_trace import LoadTrace, OperatorWatch, WorkerTrace
 from forgeasync.generator.workarounds.served_adapters import allow_dense_adapters_of_moe
-from forgeasync.generator.workarounds.vllm_process import compute_qwen3_5
+from forgeasync.generator.workarounds.vllm_process import compute_qwen3_5, read_mxfp4
 from forgeasync.weights import HostShare, StridedCopy, WeightLayout, plan_copies, received_images
 
 PACKED = ("w13_weight", "w2_weight")
@@ -129,6 +129,7 @@ class UpdatableCPUWorker(CPUWorker):
         keep_linear_weights()
         if self.model_config.hf_text_config.model_type.startswith("qwen3_5"):
             compute_qwen3_5(is_cpu=True)
+        read_mxfp4()
         if self.lora_config is not None:
             allow_dense_adapters_of_moe()
         super().load_model(load_dummy_weights=load_dummy_weights)
@@ -136,7 +137,7 @@ class UpdatableCPUWorker(CPUWorker):
 
     def trace_weights(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> WorkerTrace:
         """Find where tensors of these names and shapes go in this worker."""
-        self._trace = trace_load(self.model_runner.get_model(), shapes, dtype)
+        self._trace = LoadTrace.of(self.model_runner.get_model(), shapes, dtype)
         return WorkerTrace(trace=self._trace)
 
     def connect_weights(

@@ -2,8 +2,8 @@
 
 vLLM fuses parameters (q, k and v; gate and up; all experts of a layer) and shards them for tensor
 parallelism, in code of its model classes. Here these classes load tensors without storage, and every copy is
-recorded instead of executed. The result is exact for any model whose loaders only slice and copy; a loader
-that computes with the values is refused.
+recorded instead of executed. The result is exact for any model whose loaders only slice, transpose, copy and
+set to zero; a loader that computes with the values is refused.
 
 Can go when vLLM reports where the parts of a checkpoint are in its parameters.
 
@@ -52,6 +52,60 @@ class LoadTrace:
     untraceable: tuple[str, ...]
     """Tensors that the engine's loaders do not copy unchanged, with the reason."""
 
+    @classmethod
+    def of(
+        cls, model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    ) -> "LoadTrace":
+        """Find what ``model.load_weights`` would copy where, given tensors of these names and shapes.
+
+        Values do not change. The model must not run meanwhile.
+        """
+        parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+        sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        recorder = _CopyRecorder(
+            parameters, {source.untyped_storage()._cdata: name for name, source in sources.items()}
+        )
+        untraceable = []
+        waiting = deque(sources.items())
+        while waiting:
+            last = ""
+
+            def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+                nonlocal last
+                while waiting:
+                    last, source = waiting.popleft()
+                    yield last, source
+
+            try:
+                with recorder:
+                    # torch types every other attribute of a module as a tensor or a module.
+                    model.load_weights(tensors())  # type: ignore[operator]
+            except Exception as error:
+                # The loader stopped at this tensor; continue with the remaining ones.
+                untraceable.append(f"{last} {shapes[last]}: {type(error).__name__}: {error}")
+        regions = []
+        for parameter, target, source, name in recorder.copies:
+            if name == _ZEROS:
+                # The parameter has them from its start.
+                continue
+            region = None if name is None else _region(name, shapes[name], parameter, target, source)
+            if region is None:
+                untraceable.append(
+                    f"{name or 'a tensor'} -> {parameter}: its loader computes with the values"
+                )
+            else:
+                regions.append(region)
+        return cls(
+            regions=tuple(regions),
+            unfilled=_unfilled(parameters, recorder.num_filled),
+            other_dtypes=tuple(
+                f"{name} ({parameter.dtype})"
+                for name, parameter in parameters.items()
+                if parameter.dtype != dtype
+            ),
+            untraceable=tuple(untraceable),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTrace:
@@ -64,13 +118,18 @@ class WorkerTrace:
     """Reasons why copies into the parameters would be wrong (see ``forgeasync.generator.gpu_worker``)."""
 
 
+_ZEROS = ""
+"""Name of what a loader has set to zero."""
+
+
 class _CopyRecorder(TorchDispatchMode):
     """Records copies into the parameters instead of executing them."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor], name_of: Mapping[int, str]) -> None:
         super().__init__()
+        self._name_of = dict(name_of)
         self._parameter_of = {tensor.untyped_storage()._cdata: name for name, tensor in parameters.items()}
-        self.copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self.copies: list[tuple[str, torch.Tensor, torch.Tensor, str | None]] = []
         self.num_filled = dict.fromkeys(parameters, 0)
 
     def __torch_dispatch__(
@@ -81,58 +140,25 @@ class _CopyRecorder(TorchDispatchMode):
             if parameter is not None:
                 self.num_filled[parameter] += args[0].numel()
                 if func is aten.copy_.default:
-                    self.copies.append((parameter, args[0], args[1]))
+                    name = self._name_of.get(args[1].untyped_storage()._cdata)
+                    self.copies.append((parameter, args[0], args[1], name))
                 return args[0]
+        if func is aten.clone.default and args[0].untyped_storage()._cdata in self._name_of:
+            # Of a transposed view, for example: the copy of it is a copy of the tensor.
+            return args[0]
+        if func._schema.is_mutable and args[0].untyped_storage()._cdata in self._name_of:
+            return self._change(func, args[0])
         return func(*args, **(kwargs or {}))
 
-
-def trace_load(
-    model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-) -> LoadTrace:
-    """Find what ``model.load_weights`` would copy where, given tensors of these names and shapes.
-
-    Values do not change. The model must not run meanwhile.
-    """
-    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
-    recorder = _CopyRecorder(parameters)
-    sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    name_of = {source.untyped_storage()._cdata: name for name, source in sources.items()}
-    untraceable = []
-    waiting = deque(sources.items())
-    while waiting:
-        last = ""
-
-        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal last
-            while waiting:
-                last, source = waiting.popleft()
-                yield last, source
-
-        try:
-            with recorder:
-                # torch types every other attribute of a module as a tensor or a module.
-                model.load_weights(tensors())  # type: ignore[operator]
-        except Exception as error:
-            # The loader stopped at this tensor; continue with the remaining ones.
-            untraceable.append(f"{last} {shapes[last]}: {type(error).__name__}: {error}")
-    regions = []
-    for parameter, target, source in recorder.copies:
-        name = name_of.get(source.untyped_storage()._cdata)
-        region = None if name is None else _region(name, shapes[name], parameter, target, source)
-        if region is None:
-            untraceable.append(f"{name or 'a tensor'} -> {parameter}: its loader computes with the values")
+    def _change(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Note that a loader changes a tensor: a rank sets to zero what another one adds."""
+        storage = tensor.untyped_storage()._cdata
+        is_whole = func is aten.zero_.default and tensor.nbytes == tensor.untyped_storage().nbytes()
+        if is_whole:
+            self._name_of[storage] = _ZEROS
         else:
-            regions.append(region)
-    return LoadTrace(
-        regions=tuple(regions),
-        unfilled=_unfilled(parameters, recorder.num_filled),
-        other_dtypes=tuple(
-            f"{name} ({parameter.dtype})"
-            for name, parameter in parameters.items()
-            if parameter.dtype != dtype
-        ),
-        untraceable=tuple(untraceable),
-    )
+            del self._name_of[storage]
+        return tensor
 
 
 def _unfilled(parameters: Mapping[str, torch.Tensor], num_filled: Mapping[str, int]) -> tuple[str, ...]:

@@ -195,8 +195,10 @@ def not_applied(worker: WorkerBase, folder: str) -> list[str]:
     runner = worker.model_runner
     # vLLM declares the model runner as a module or None.
     manager: LoRAModelManager = runner.lora_manager._adapter_manager  # type: ignore[union-attr, assignment]
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    renames = None if mapper is None else mapper.get_rename_mapper()
     with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as tensors:
-        written = {parse_fine_tuned_lora_name(name)[0] for name in tensors.keys()}
+        written = {parse_fine_tuned_lora_name(name, renames)[0] for name in tensors.keys()}
     if _ADAPTER_ID not in manager.lora_index_to_id:
         return sorted(written)
     layer_of = {part: layer for layer, parts in manager.packed_modules.items() for part in parts}

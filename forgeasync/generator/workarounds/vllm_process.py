@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +16,7 @@ from uuid import uuid4
 
 import torch
 import torch.nn.functional as F
+from transformers import PretrainedConfig
 from transformers.utils.import_utils import is_torchvision_available
 from vllm import ModelRegistry, _custom_ops
 from vllm.config import CacheConfig, VllmConfig
@@ -23,6 +24,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_file_store_init_method
@@ -33,7 +35,7 @@ from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.sample import sampler
 
 from forgeasync.files import own_prefix
-from forgeasync.models import causal_convolution, gated_delta_rule, linear_by_blocks
+from forgeasync.models import causal_convolution, dequantized, gated_delta_rule, linear_by_blocks
 
 
 def adapt_process() -> None:
@@ -134,6 +136,34 @@ def text_overrides(model_path: Path) -> dict[str, object]:
         if name.startswith("Qwen3_5")
     ]
     return {"architectures": names} if names else {}
+
+
+def unquantized(model_path: Path) -> Callable[[PretrainedConfig], PretrainedConfig] | None:
+    """Return the override of a config.json with which vLLM builds a model in MXFP4 in another dtype.
+
+    None: the model is not quantized. See also ``read_mxfp4``.
+    """
+    raw = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    return _without_quantization if raw.get("quantization_config") else None
+
+
+def _without_quantization(config: PretrainedConfig) -> PretrainedConfig:
+    # vLLM also calls it with a config that has nothing.
+    vars(config).pop("quantization_config", None)
+    return config
+
+
+def read_mxfp4() -> None:
+    """Make vLLM read gpt-oss's experts in MXFP4 into unquantized parameters, which can be updated.
+
+    Call in every process of an engine before it is built. Can go when vLLM dequantizes them.
+    """
+    load = GptOssForCausalLM.load_weights
+
+    def load_weights(self: GptOssForCausalLM, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return load(self, dequantized(weights))
+
+    GptOssForCausalLM.load_weights = load_weights  # type: ignore[method-assign]
 
 
 def compute_qwen3_5(*, is_cpu: bool) -> None:

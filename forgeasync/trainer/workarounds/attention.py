@@ -24,6 +24,12 @@ first token to the end of the part; keys before the first overlapping sequence a
 out. In a row of trees the queries are those of a segment, and the keys of the whole path to it are gathered.
 Can go when TorchTitan's varlen attention supports both.
 
+**Sinks.** TorchTitan multiplies gpt-oss's output with a function of the kernel's log sums, but torch's varlen
+attention returns no gradient of these: those of queries, keys and sinks are wrong. ``SinkAttention`` gives
+kernels' backward passes the output and log sums with sinks, of which they compute the right ones. Can go when
+varlen attention has gradients of log sums. With tensor parallelism TorchTitan also divides the gradient of
+the output projection's bias by the number of ranks.
+
 Shape suffixes: B batch (rows), L packed row length (of queries: of this rank's part), N heads (of keys and
 values a divisor of the queries'), H head size, V size of a head of values, S segments of a group or sequences
 of the part, M longest of a group, P entries of all groups, G groups, Q queries of all rows, K keys that they
@@ -38,13 +44,21 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torchtitan.tools.utils as titan_utils
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
+from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
+from torchtitan.models.gpt_oss.model import Attention as GptOssAttention
+from torchtitan.models.gpt_oss.moe import ScaleBiasForward
 from torchtitan.protocols.module import Module
 
 from forgeasync.trainer.host_copies import to_device
+from forgeasync.weights import local_shard
+
+FULL_WINDOW = (-1, 0)
+"""Number of tokens before and after a token that it sees (-1: all), in causal attention without a window."""
 
 GROUP_RATIO = 1.25
 """Upper bound of the padded length of sequences of at least ``SHORT`` tokens, relative to their length."""
@@ -128,17 +142,25 @@ def attend(
     places_P: torch.Tensor,
     shapes_G3: torch.Tensor,
     scale: float,
+    num_before: int = -1,
+    sinks_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output [L, N, H], and the logarithm of every query's sum of exponentials [L, N].
 
     ``places_P`` and ``shapes_G3`` are those of ``PackedSequences``.
+
+    Args:
+        num_before: Number of tokens before itself that a token sees; -1: all. In trees, they see all.
+        sinks_N: A score of each head that is added to every query's sum, and adds nothing to its output.
     """
     log_sums = _with_spare_row(_empty_log_sums(q_LNH))
     out = _with_spare_row(q_LNH, dtype=_dtype_of_sums(q_LNH.dtype, log_sums.dtype, shapes_G3))
     for queries_SM, keys_SK in _groups(places_P, shapes_G3):
         is_own = keys_SK is queries_SM
         q, k, v = _take(q_LNH, queries_SM), _take(k_LNH, keys_SK), _take(v_LNH, keys_SK)
-        part, part_log_sums = _flash(q, k, v, is_causal=is_own, scale=scale)
+        assert is_own or num_before < 0, "trees have no windows"
+        mask = _window_mask(q, num_before)
+        part, part_log_sums = _flash(q, k, v, is_causal=is_own and mask is None, attn_mask=mask, scale=scale)
         if not is_own:
             # A mean over both sets of keys, weighted by their sums of exponentials.
             before, before_log_sums = _take(out, queries_SM), _take(log_sums, queries_SM)
@@ -150,7 +172,39 @@ def attend(
             part_log_sums = total
         _put(out, queries_SM, part)
         _put(log_sums, queries_SM, part_log_sums)
-    return out[:-1].to(q_LNH.dtype), log_sums[:-1]
+    out_LNH, log_sums_LN = out[:-1], log_sums[:-1]
+    if sinks_N is not None:
+        out_LNH, log_sums_LN = with_sinks(out_LNH, log_sums_LN, sinks_N)
+    return out_LNH.to(q_LNH.dtype), log_sums_LN
+
+
+def with_sinks(
+    out_LNH: torch.Tensor, log_sums_LN: torch.Tensor, sinks_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the log sums with another score of each head in the sums.
+
+    Given these, kernels compute the right gradients of queries, keys and values.
+    """
+    total_LN = torch.logaddexp(log_sums_LN, sinks_N.to(log_sums_LN.dtype))
+    return out_LNH * (log_sums_LN - total_LN).exp()[..., None], total_LN
+
+
+def gradient_of_sinks(
+    grad_LNH: torch.Tensor, out_LNH: torch.Tensor, log_sums_LN: torch.Tensor, sinks_N: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient [N] of the scores of ``with_sinks``, given what it returns."""
+    dtype = log_sums_LN.dtype
+    through_LN = (grad_LNH.to(dtype) * out_LNH.to(dtype)).sum(-1)
+    return -(through_LN * (sinks_N.to(dtype) - log_sums_LN).exp()).sum(0).to(sinks_N.dtype)
+
+
+def _window_mask(q_SNMH: torch.Tensor, num_before: int) -> torch.Tensor | None:
+    """Return what to add to scores [M, M] of queries that see ``num_before`` tokens before them."""
+    length = q_SNMH.shape[2]
+    if num_before < 0 or num_before >= length - 1:
+        return None
+    is_seen_MM = q_SNMH.new_ones(length, length, dtype=torch.bool).tril().triu(-num_before)
+    return q_SNMH.new_zeros(length, length).masked_fill_(~is_seen_MM, -torch.inf)
 
 
 @torch.library.custom_op("forgeasync::packed_attention_backward", mutates_args=())
@@ -164,6 +218,7 @@ def attend_backward(
     places_P: torch.Tensor,
     shapes_G3: torch.Tensor,
     scale: float,
+    num_before: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of queries, keys and values, computed in at least float32.
 
@@ -183,7 +238,9 @@ def attend_backward(
         is_padding_S1M = (queries_SM == len(q_LNH))[:, None]
         log_sums.masked_fill_(is_padding_S1M, torch.inf)
         grad = _take(grad_LNH, queries_SM).to(dtype).masked_fill_(is_padding_S1M[..., None], 0)
-        parts = _flash_backward(grad, q, k, v, out, log_sums, 0.0, is_own, scale=scale)
+        mask = _window_mask(q, num_before)
+        is_causal = is_own and mask is None
+        parts = _flash_backward(grad, q, k, v, out, log_sums, 0.0, is_causal, attn_mask=mask, scale=scale)
         for whole, at, part in zip(sums, places, parts, strict=True):
             _put(whole, at, part if is_own else _take(whole, at) + part)
     dq, dk, dv = (whole[:-1].to(x.dtype) for whole, x in zip(sums, inputs, strict=True))
@@ -241,22 +298,36 @@ def _(
     return q_LNH.new_empty(q_LNH.shape), k_LNH.new_empty(k_LNH.shape), v_LNH.new_empty(v_LNH.shape)
 
 
+class _VarlenContext(FunctionCtx):
+    saved_tensors: tuple[torch.Tensor, ...]
+    lengths: tuple[int, int, bool]
+    options: tuple[float | None, list[int]]
+
+
 class _Context(FunctionCtx):
     saved_tensors: tuple[torch.Tensor, ...]
     scale: float
+    num_before: int
 
 
 def _save(
-    ctx: _Context, inputs: tuple[*tuple[torch.Tensor, ...], float], output: tuple[torch.Tensor, torch.Tensor]
+    ctx: _Context,
+    inputs: tuple[*tuple[torch.Tensor, ...], float, int, torch.Tensor | None],
+    output: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+    *tensors, ctx.scale, ctx.num_before, sinks_N = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], *(() if sinks_N is None else (sinks_N,)))
 
 
 def _backward(
     ctx: _Context, grad_LNH: torch.Tensor, _: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    return *attend_backward(grad_LNH, *ctx.saved_tensors, ctx.scale), None, None, None
+    # Recomputed activations can be taken only once.
+    saved = ctx.saved_tensors
+    saved, sinks_N = saved[:7], saved[7] if len(saved) > 7 else None
+    of_inputs = attend_backward(grad_LNH, *saved, ctx.scale, ctx.num_before)
+    of_sinks = None if sinks_N is None else gradient_of_sinks(grad_LNH, saved[3], saved[4], sinks_N)
+    return *of_inputs, None, None, None, None, of_sinks
 
 
 attend.register_autograd(_backward, setup_context=_save)
@@ -271,11 +342,12 @@ class PackedAttention(FlexAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        pass
+        window_size: tuple[int, int] = FULL_WINDOW
 
     def __init__(self, config: Config) -> None:
         # Skip FlexAttention's own state.
         Module.__init__(self)
+        self.window_size = config.window_size
 
     def forward(
         self,
@@ -286,10 +358,12 @@ class PackedAttention(FlexAttention):
         attention_masks: PackedSequences,
         scale: float | None = None,
         enable_gqa: bool = False,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the output in the head size of values, which may differ from that of queries and keys.
 
-        There may be fewer heads of keys and values, regardless of ``enable_gqa``.
+        There may be fewer heads of keys and values, regardless of ``enable_gqa``. ``sinks_N`` as in
+        ``attend``.
         """
         num_queries, length, head_size = q_BLNH.shape[1], k_BLNH.shape[1], q_BLNH.shape[3]
         start, value_size = attention_masks.query_start, v_BLNH.shape[3]
@@ -307,6 +381,8 @@ class PackedAttention(FlexAttention):
             attention_masks.places_P,
             attention_masks.shapes_G3,
             head_size**-0.5 if scale is None else scale,
+            self.window_size[0],
+            sinks_N,
         )
         out_BLNH = out_LNH.view(-1, length, *out_LNH.shape[1:])
         return out_BLNH[:, start : start + num_queries, :, :value_size]
@@ -327,8 +403,111 @@ def with_equal_heads(
     return attend(_widened(v, q.shape[-1]))[..., : v.shape[-1]]
 
 
+class _SinkVarlen(torch.autograd.Function):
+    """``varlen_attn`` with sinks [N]; the other arguments are its own."""
+
+    @staticmethod
+    def forward(
+        ctx: _VarlenContext,
+        q_QNH: torch.Tensor,
+        k_KNH: torch.Tensor,
+        v_KNH: torch.Tensor,
+        sinks_N: torch.Tensor,
+        cu_seq_q: torch.Tensor,
+        cu_seq_k: torch.Tensor,
+        max_q: int,
+        max_k: int,
+        scale: float | None,
+        num_before: int,
+    ) -> torch.Tensor:
+        ctx.lengths, ctx.options = (max_q, max_k, num_before == -1), (scale, [num_before, 0])
+        out_QNH, log_sums_NQ, rng_state = torch.ops.torch_attn._varlen_attn(
+            *(q_QNH, k_KNH, v_KNH, cu_seq_q, cu_seq_k, *ctx.lengths, *ctx.options),
+            *(True, None, None, num_splits()),
+        )
+        wide_QNH, total_QN = with_sinks(out_QNH.to(log_sums_NQ.dtype), log_sums_NQ.t(), sinks_N)
+        out_QNH = wide_QNH.to(q_QNH.dtype)
+        total_NQ = total_QN.t().contiguous()
+        ctx.save_for_backward(q_QNH, k_KNH, v_KNH, out_QNH, total_NQ, cu_seq_q, cu_seq_k, rng_state, sinks_N)
+        return out_QNH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _VarlenContext, grad_QNH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *saved, rng_state, sinks_N = ctx.saved_tensors
+        of_inputs = torch.ops.torch_attn._varlen_attn_backward(
+            grad_QNH.contiguous(), *saved, *ctx.lengths, rng_state, *ctx.options
+        )
+        of_sinks = gradient_of_sinks(grad_QNH, saved[3], saved[4].t(), sinks_N)
+        return *of_inputs, of_sinks, None, None, None, None, None, None
+
+
+def varlen_with_sinks(
+    q_BLNH: torch.Tensor,
+    k_KNH: torch.Tensor,
+    v_KNH: torch.Tensor,
+    sinks_N: torch.Tensor,
+    masks: "VarlenMetadata | PartMetadata",
+    scale: float | None,
+    num_before: int,
+) -> torch.Tensor:
+    """Return the output [B, L, N, H] of varlen attention, with sinks and a window as in ``attend``."""
+    lengths = (masks.cu_seq_q, masks.cu_seq_k, masks.max_q, masks.max_k)
+    q_QNH = q_BLNH.flatten(0, 1)
+    out_QNH: torch.Tensor = _SinkVarlen.apply(q_QNH, k_KNH, v_KNH, sinks_N, *lengths, scale, num_before)
+    return out_QNH.view_as(q_BLNH)
+
+
+def num_splits() -> int | None:
+    """Return the argument of ``varlen_attn``: FlashAttention 2 must not choose it itself (pytorch 179760)."""
+    is_second = current_flash_attention_impl() in (None, "FA2") and torch.version.hip is None
+    return 1 if is_second else None
+
+
+class UndividedBiasLinear(ScaledBiasRowwiseLinear):
+    """TorchTitan's row-wise linear layer, whose bias's gradient is not divided by the number of ranks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ScaledBiasRowwiseLinear.Config):
+        pass
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = local_shard(self.weight), local_shard(self.bias)
+        return F.linear(input, weight, ScaleBiasForward.apply(bias, self.tp_degree, bias.dtype))
+
+
+class SinkAttention(GptOssAttention):
+    """TorchTitan's attention with sinks that are part of the kernels' sums, forward and backward."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssAttention.Config):
+        pass
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        attention_masks: "PackedSequences | VarlenMetadata | PartMetadata",
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        sinks_N = self.sinks
+        if isinstance(sinks_N, DTensor):
+            sinks_N = sinks_N.to_local(grad_placements=sinks_N.placements)
+        q_BLNH, k_BLNH, v_BLNH = self.qkv_linear(x_BLD)
+        q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, positions)
+        out_BLNH = self.inner_attention(
+            q_BLNH,
+            k_BLNH,
+            v_BLNH,
+            attention_masks=attention_masks,
+            scale=self.softmax_scale,
+            enable_gqa=self.enable_gqa,
+            sinks_N=sinks_N,
+        )
+        return self.wo(out_BLNH.flatten(2).contiguous())
+
+
 class WholeRowAttention(VarlenAttention):
-    """TorchTitan's attention over packed rows, for heads of any two sizes."""
+    """TorchTitan's attention over packed rows, for heads of any two sizes, and with sinks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -343,8 +522,13 @@ class WholeRowAttention(VarlenAttention):
         attention_masks: VarlenMetadata,
         scale: float | None = None,
         enable_gqa: bool = False,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the output [B, L, N, V]. The tensor-parallel plan looks up the names of the parameters."""
+        if sinks_N is not None:
+            k_KNH, v_KNH = k_BLNH.flatten(0, 1), v_BLNH.flatten(0, 1)
+            num_before = self.window_size[0]
+            return varlen_with_sinks(q_BLNH, k_KNH, v_KNH, sinks_N, attention_masks, scale, num_before)
 
         def attend(v: torch.Tensor) -> torch.Tensor:
             return super(WholeRowAttention, self).forward(
@@ -443,11 +627,12 @@ class GatheredKeysAttention(FlexAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        pass
+        window_size: tuple[int, int] = FULL_WINDOW
 
     def __init__(self, config: Config) -> None:
         # Skip FlexAttention's own state, and choose the kernel as TorchTitan's VarlenAttention does.
         Module.__init__(self)
+        self.window_size = config.window_size
         wanted = titan_utils.get_cuda_flash_attention_impl()
         if wanted is not None and current_flash_attention_impl() != wanted:
             activate_flash_attention_impl(wanted)
@@ -461,11 +646,13 @@ class GatheredKeysAttention(FlexAttention):
         attention_masks: PartMetadata,
         scale: float | None = None,
         enable_gqa: bool = False,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the output [B, L, N, V] of the part's queries; keys and values [B, whole L, N, H or V]."""
         k_KNH, v_KNH = (_seen(x, attention_masks) for x in (k_BLNH, v_BLNH))
-        # As in TorchTitan: FlashAttention 2 must not choose the number of splits itself (pytorch 179760).
-        is_second = current_flash_attention_impl() in (None, "FA2") and torch.version.hip is None
+        if sinks_N is not None:
+            num_before = self.window_size[0]
+            return varlen_with_sinks(q_BLNH, k_KNH, v_KNH, sinks_N, attention_masks, scale, num_before)
 
         def attend(v: torch.Tensor) -> torch.Tensor:
             # The result is a tuple only if auxiliary outputs are requested.
@@ -478,9 +665,9 @@ class GatheredKeysAttention(FlexAttention):
                 attention_masks.max_q,
                 attention_masks.max_k,
                 scale=scale,
-                window_size=(-1, 0),
+                window_size=self.window_size,
                 enable_gqa=enable_gqa,
-                num_splits=1 if is_second else None,
+                num_splits=num_splits(),
             )
 
         out_QNH = with_equal_heads(attend, q_BLNH, v_KNH)

@@ -19,18 +19,25 @@ experts in bfloat16. Can go when it uses their own dtype.
 The last product of an expert recomputes its input for the backward pass. Autograd would keep two more tensors
 for every token and expert, half of what it keeps otherwise.
 
-Shape suffixes: E groups, R tokens, I and O the sizes of a matrix, F the hidden size of an expert, D the
-model's.
+gpt-oss's experts have biases and another activation, and the layout of its files, which vLLM loads.
+TorchTitan stores them transposed.
+
+Shape suffixes: E groups, R tokens, I and O the sizes of a matrix, F the hidden size of an expert, G twice
+that, D the model's.
 """
 
 from dataclasses import dataclass
 
+import spmd_types as spmd
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.moe_sharding import set_moe_sharding_config
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
+from torchtitan.protocols.module import Module
 
 from forgeasync.weights import local_shard
 
@@ -136,6 +143,111 @@ class TrainingDtypeExperts(GroupedExperts):
     def _matrices(self, name: str) -> torch.Tensor:
         """Return this rank's part of the parameter ``name`` [E, O, I] as [E, I, O]."""
         return local_shard(getattr(self, name)).transpose(-2, -1)
+
+
+class _Biased(torch.autograd.Function):
+    """Products [R, O] plus the bias [E, O] of each token's expert, whose gradient is summed in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context, x_RO: torch.Tensor, bias_EO: torch.Tensor, offsets_E: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(offsets_E)
+        rows_R = torch.arange(len(x_RO), dtype=offsets_E.dtype, device=x_RO.device)
+        # Rows behind the last expert's belong to none.
+        experts_R = torch.searchsorted(offsets_E, rows_R, right=True).clamp(max=len(bias_EO) - 1)
+        return x_RO + bias_EO[experts_R]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad_RO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        (offsets_E,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return grad_RO, None, None
+        # Rows of operands of a grouped product have at least 16 bytes.
+        ones_R8 = grad_RO.new_ones(len(grad_RO), 8)
+        return grad_RO, grouped_mm(ones_R8.t(), grad_RO, offsets_E)[:, 0], None
+
+
+class _ClampedDown(torch.autograd.Function):
+    """gpt-oss's activation times the last matrix of each expert [E, F, D]; saves only gate and up."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context, gate_up_RG: torch.Tensor, weight_EFD: torch.Tensor, offsets_E: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(gate_up_RG, weight_EFD, offsets_E)
+        return grouped_mm(swiglu(gate_up_RG), weight_EFD, offsets_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate_up_RG, weight_EFD, offsets_E = ctx.saved_tensors
+        with torch.enable_grad():
+            inner_RG = gate_up_RG.detach().requires_grad_()
+            hidden_RF = swiglu(inner_RG)
+        grad_weight_EFD = None
+        if ctx.needs_input_grad[1]:
+            grad_weight_EFD = torch._grouped_mm(hidden_RF.detach().t(), grad_RD, offs=offsets_E)
+        grad_RF = torch._grouped_mm(grad_RD, weight_EFD.transpose(-2, -1), offs=offsets_E)
+        return *torch.autograd.grad(hidden_RF, inner_RG, grad_RF), grad_weight_EFD, None
+
+
+class ClampedExperts(GptOssGroupedExperts):
+    """gpt-oss's experts over tokens sorted by expert, in the dtype and layout of its files.
+
+    Gate and up take turns in the last dimension of ``gate_up_proj``.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        # Skip the parameters of another layout.
+        Module.__init__(self)
+        num, dim, inner = config.num_experts, config.dim, config.hidden_dim
+        self.num_experts = num
+        self.gate_up_proj = torch.nn.Parameter(torch.empty(num, dim, 2 * inner))
+        self.gate_up_proj_bias = torch.nn.Parameter(torch.empty(num, 2 * inner))
+        self.down_proj = torch.nn.Parameter(torch.empty(num, inner, dim))
+        self.down_proj_bias = torch.nn.Parameter(torch.empty(num, dim))
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        offsets_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        up, up_bias, down, down_bias = map(
+            local_shard, (self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias)
+        )
+        gate_up_RG = _Biased.apply(grouped_mm(x_RD.to(up.dtype), up, offsets_E), up_bias, offsets_E)
+        if torch.compiler.is_compiling():
+            out_RD = grouped_mm(swiglu(gate_up_RG), down, offsets_E)
+        else:
+            out_RD = _ClampedDown.apply(gate_up_RG, down, offsets_E)
+        # With tensor parallelism inside experts the outputs of ranks are added.
+        num_parts, mesh = 1, self.down_proj.device_mesh if isinstance(self.down_proj, DTensor) else None
+        if mesh is not None and "tp" in (names := mesh.mesh_dim_names or ()):
+            num_parts = mesh.size(names.index("tp"))
+        bias_ED = ScaleBiasForward.apply(down_bias, num_parts, down_bias.dtype)
+        return _Biased.apply(out_RD, bias_ED, offsets_E).type_as(x_RD)
+
+
+def lay_out_experts(model: Decoder.Config, *, enable_ep: bool, enable_sp: bool) -> None:
+    """Split ``ClampedExperts`` over ranks, which TorchTitan does for the parameters of its own layout."""
+    for layer in model.layers:
+        if layer.moe is not None and isinstance(
+            layer.moe.routed_experts.inner_experts, ClampedExperts.Config
+        ):
+            set_moe_sharding_config(
+                layer.moe,
+                enable_ep=enable_ep,
+                enable_sp=enable_sp,
+                expert_param_layout={
+                    "gate_up_proj": spmd.S(2),
+                    "gate_up_proj_bias": spmd.S(1),
+                    "down_proj": spmd.S(1),
+                    "down_proj_bias": spmd.R,
+                },
+            )
 
 
 MAX_GRAPHS = 64
