@@ -150,9 +150,9 @@ def read_arguments() -> argparse.Namespace:
     parser = config_parser("Evaluates a model on the held-out problems and evaluation sets of a config.")
     models = parser.add_mutually_exclusive_group()
     models.add_argument("--model", metavar="PATH", help="Hugging Face folder; default: model.path")
-    models.add_argument("--base-url", metavar="URL", help="endpoint of others, such as http://host:8000/v1")
+    models.add_argument("--base-url", metavar="URL", help="other endpoint, such as http://host:8000/v1")
     parser.add_argument(
-        "--endpoint-model", metavar="NAME", help="the model's name there; default: the only one that it has"
+        "--endpoint-model", metavar="NAME", help="the model's name there; default: its only model"
     )
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable with the endpoint's key; default: no key"
@@ -164,7 +164,7 @@ def read_arguments() -> argparse.Namespace:
         "--concurrency",
         type=int,
         metavar="N",
-        help=f"most responses at once; default: {DEFAULT_CONCURRENCY} of an endpoint, or what engines decode",
+        help=f"concurrent responses; default: {DEFAULT_CONCURRENCY} of an endpoint, or what engines decode",
     )
     parser.add_argument("--out", metavar="FOLDER", help="new folder; default: runs/evaluate-<name>-<time>")
     arguments = parse_command_line(parser)
@@ -173,7 +173,7 @@ def read_arguments() -> argparse.Namespace:
         ("--api-key-env", arguments.api_key_env),
     ):
         if value is not None and arguments.base_url is None:
-            parser.error(f"{name}: needs --base-url; a model of ours has neither a name nor a key")
+            parser.error(f"{name}: needs --base-url; a local model has neither a name nor a key")
     if arguments.concurrency is not None and arguments.concurrency < 1:
         parser.error(f"--concurrency {arguments.concurrency}: must be at least 1")
     return arguments

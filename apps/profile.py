@@ -73,7 +73,7 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
         if not arguments.config or arguments.gpus is None or not has_source:
             parser.error("--plan: needs --config, --gpus, and --profile or --response-tokens")
         if arguments.run is not None or arguments.out is not None:
-            parser.error("--run and --out: read a run; leave --plan away")
+            parser.error("--run and --out: read a run; omit --plan")
     else:
         if arguments.run is None or arguments.out is None:
             parser.error("needs --run with --out, or --plan")

@@ -54,7 +54,7 @@ def shown(folder: Path, number: int | None, *, as_json: bool) -> list[str]:
     if number is None:
         if as_json:
             return [json.dumps(one) for one in episodes]
-        return table(episodes) if episodes else [f"{file} has no episode yet"]
+        return table(episodes) if episodes else [f"{file} has no episodes"]
     if not -len(episodes) <= number < len(episodes):
         what = f"0 to {len(episodes) - 1}" if episodes else "none: it is empty"
         raise NoEpisodes(f"NUMBER = {number}; the episodes of {file} are {what}")

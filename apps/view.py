@@ -42,11 +42,11 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m apps.view", description="Shows runs in a browser.")
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="*", help="folder of a run")
     parser.add_argument("--demo", action="store_true", help="a recorded run")
-    parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help="0 takes any that is free")
+    parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help="0: any free port")
     parser.add_argument("--status", action="store_true", help="print how the runs are doing, and end")
     parser.add_argument("--json", action="store_true", help="with --status: one JSON object a run and line")
     parser.add_argument(
-        "--no-traces", action="store_true", help="with --status: leave unread what processes did"
+        "--no-traces", action="store_true", help="with --status: do not read the traces of processes"
     )
     parser.add_argument("--perfetto", metavar="FILE", type=Path, help="write a Chrome trace, and end")
     arguments = parser.parse_args(given)
@@ -95,7 +95,7 @@ def _write_trace(run: RunReader, file: Path) -> int:
 
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 6 and int(text) < 65536):
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; must be a whole number from 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; must be a whole number from 0 to 65535")
     return int(text)
 
 

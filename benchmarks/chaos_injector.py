@@ -40,7 +40,7 @@ ORDER_S = 60.0
 OUTAGE_S = 3.0
 """How long a disk still fails after the run has noticed."""
 MAX_OUTAGE_S = 120.0
-REFUSED_WORDS = b"what is refused is kept and tried again"
+REFUSED_WORDS = b"the data is kept, and the write repeated"
 """Printed by a run for each outage that has a line in faults.jsonl. Other files may be refused too."""
 HOST_NAME = re.compile(r"(trainer|generators)_\d+")
 MAX_COLLECTIVES = 30

@@ -280,7 +280,7 @@ def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: Mod
         yield Problem(
             field="max_steps",
             value=config.max_steps,
-            remedy=f"must be at least {state.step}, the steps that {folder} has behind it",
+            remedy=f"must be at least {state.step}, the steps that {folder} has made",
         )
 
 
@@ -290,7 +290,7 @@ def check_problems(state: RunState, folder: Path, problems: str) -> Iterator[Pro
     The config alone is not enough, because a file of the same name can have new content.
     """
     if state.problems != problems:
-        remedy = f"has become other data: the source must have {state.problems}, as in {folder}"
+        remedy = f"has changed: the source must have {state.problems}, as in {folder}"
         yield Problem(field="data", value=problems, remedy=f"{remedy}: {UNCHANGEABLE['data']}")
 
 

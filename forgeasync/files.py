@@ -51,7 +51,7 @@ def is_refusal(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A write that a disk refuses at this moment."""
+    """A write that the disk refuses for now."""
 
     path: str
     reason: str
@@ -162,7 +162,7 @@ class JsonLines:
 def whole_lines(path: Path) -> list[bytes]:
     """Return the lines of a file with their newlines, without a last line that has none.
 
-    Such a line is being written at this moment, or a crash has cut it.
+    Such a line is still being written, or a crash has cut it.
     """
     lines = path.read_bytes().splitlines(keepends=True)
     return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
@@ -182,7 +182,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a line is no JSON object. The message names the file and the line.
+        ValueError: a line is not a JSON object. The message names the file and the line.
     """
     records = []
     for number, line in enumerate(whole_lines(path), start=1):
@@ -190,9 +190,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
             # Not msgspec: texts of a model can have lone surrogates, which it refuses.
             record = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: no JSON: {error}") from error
+            raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
         if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}: no JSON object")
+            raise ValueError(f"{path}, line {number}: not a JSON object")
         records.append(record)
     return records
 

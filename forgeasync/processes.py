@@ -40,7 +40,7 @@ class NotEnded(RuntimeError):
 def start_ticks(pid: int) -> int | None:
     """Return the clock ticks from the host's boot to a process's start. An id and its ticks name one process.
 
-    None if the process has ended, even if nobody has waited for it yet.
+    None if the process has ended, even if its parent has not waited for it yet.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

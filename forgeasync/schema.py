@@ -470,7 +470,7 @@ def section_class(group: PluginGroup, kind: object) -> type[PluginSection] | Non
         return None
     try:
         found = point.load()
-        problem = "is no class derived from a section of forgeasync that packages may add"
+        problem = "is not a class derived from a section of forgeasync that packages may add"
     except Exception as error:
         # Importing a package can raise any exception.
         found, problem = None, f"cannot be imported ({type(error).__name__}: {error})"

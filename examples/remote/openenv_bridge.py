@@ -185,7 +185,7 @@ class Bridge:
             if name not in tools:
                 action = f"there is no tool {name!r}; tools: {', '.join(sorted(tools))}"
             elif action is None:
-                action = "the arguments are no JSON object"
+                action = "the arguments are not a JSON object"
             elif self.options.action_kind == "tools":
                 action = {"type": "call_tool", "tool_name": name, "arguments": action}
             attempts.append(({"role": "tool", "tool_call_id": call["id"]}, action))

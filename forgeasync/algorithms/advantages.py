@@ -127,12 +127,12 @@ class GroupPassAtK(Advantage):
 
         k * mean over all sets J of k - 1 other rollouts of (max of r over J and i, minus max of r over J)
 
-    This is G * s_i^(loo-1): the estimator s_i = sum over sets I of k rollouts that contain i of
-    (max of r over I) / binomial(G, k), minus a baseline that leaves i out of every I. The factor G cancels
-    the mean over the group that an aggregation takes; with it, k = 1 equals ``Rloo``. The baseline does not
-    depend on r_i, so the gradient remains unbiased. k = G is allowed, because the baseline uses sets of
-    k - 1; then only a rollout better than all others has an advantage. With k > 1 no advantage is negative.
-    All are exactly 0 if all rewards are equal.
+    This is G * s_i^(loo-1). The estimator s_i is a sum over sets I of k rollouts that contain i, of
+    (max of r over I) / binomial(G, k). A baseline that leaves i out of every I is subtracted. The factor G
+    cancels the mean over the group that an aggregation takes; with it, k = 1 equals ``Rloo``. The baseline
+    does not depend on r_i, so the gradient remains unbiased. k = G is allowed, because the baseline uses sets
+    of k - 1; then only a rollout better than all others has an advantage. With k > 1 no advantage is
+    negative. All are exactly 0 if all rewards are equal.
 
     Source: Walder and Karkhanis, "Pass@K Policy Optimization", 2025, equation 33, which has the lowest
     variance.

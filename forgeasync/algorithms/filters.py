@@ -69,8 +69,8 @@ class DynamicSampling(Filter):
 class OverlongPenalty(Filter):
     """Lowers the rewards of long responses by up to 1, and keeps all of them (soft overlong punishment).
 
-    The reward of a response of n tokens changes by 0 up to n = max_length - buffer, then by
-    (max_length - buffer - n) / buffer down to -1 at max_length, and by -1 beyond. Source: Yu et al., "DAPO",
+    The reward of a response of n tokens does not change up to n = max_length - buffer. Beyond,
+    it changes by (max_length - buffer - n) / buffer, and by -1 above max_length. Source: Yu et al., "DAPO",
     2025, equation 13.
     """
 

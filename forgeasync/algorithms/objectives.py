@@ -94,7 +94,7 @@ class PpoClip(Objective):
     Control in MOBA Games", 2020, equation 5.
     """
 
-    ratio_inside: ClassVar[str | None] = "its loss has the ratio current / behavior in it already"
+    ratio_inside: ClassVar[str | None] = "its loss already contains the ratio current / behavior"
 
     kind: Literal["ppo_clip"] = "ppo_clip"
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
@@ -122,7 +122,7 @@ class Cispo(Objective):
     Source: MiniMax, "MiniMax-M1", 2025, equations 4 and 5; sg stops the gradient.
     """
 
-    ratio_inside: ClassVar[str | None] = "its loss has the ratio current / behavior in it already"
+    ratio_inside: ClassVar[str | None] = "its loss already contains the ratio current / behavior"
 
     kind: Literal["cispo"] = "cispo"
     clip_low: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -145,7 +145,7 @@ class Gspo(Objective):
     equations 5 and 7.
     """
 
-    ratio_inside: ClassVar[str | None] = "its loss has the sequence's ratio in it already"
+    ratio_inside: ClassVar[str | None] = "its loss already contains the sequence's ratio"
     looks_at_sequences: ClassVar[bool] = True
 
     kind: Literal["gspo"] = "gspo"
@@ -215,7 +215,7 @@ class Topr(Objective):
     "Tapered Off-Policy REINFORCE", 2025, equation 7.
     """
 
-    ratio_inside: ClassVar[str | None] = "its loss has the sequence's ratio in it already"
+    ratio_inside: ClassVar[str | None] = "its loss already contains the sequence's ratio"
     looks_at_sequences: ClassVar[bool] = True
 
     kind: Literal["topr"] = "topr"

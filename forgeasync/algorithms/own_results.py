@@ -140,7 +140,7 @@ def check_weights(result: object, *, like_T: torch.Tensor) -> tuple[torch.Tensor
 
 def check_estimates(result: object, *, like_T: torch.Tensor) -> torch.Tensor:
     """Check the estimates that a KL estimator returned for the tokens of ``like_T`` [T]."""
-    return _one_a_token(result, like_T, "estimates", "estimate", "must return kl_T, an estimate a token")
+    return _one_a_token(result, like_T, "estimates", "estimate", "must return kl_T, one estimate per token")
 
 
 def check_scalar(result: object, method: str) -> torch.Tensor:
@@ -159,7 +159,7 @@ def check_advantages(result: object, *, rewards_G: torch.Tensor) -> torch.Tensor
     import torch
 
     if not isinstance(result, torch.Tensor):
-        raise WrongResult(f"gave a {type(result).__name__}; must give a tensor, one advantage a reward")
+        raise WrongResult(f"gave a {type(result).__name__}; must return a tensor, one advantage per reward")
     if result.shape != rewards_G.shape:
         raise WrongResult(
             f"gave advantages of shape {list(result.shape)} for {len(rewards_G)} rewards; must be "

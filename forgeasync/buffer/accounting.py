@@ -2,7 +2,7 @@
 
 The stratum of a group is its data source and the largest power of two at or below the length of its longest
 rollout, because the longest rollout decides how long a group takes. A response's length is its number of
-tokens, an episode's its milliseconds. A group is resolved when it was trained on or lost for good. Two
+tokens, an episode's its milliseconds. A group is resolved when it was trained on or lost permanently. Two
 histograms count the rollouts of resolved groups over a trailing window: as submitted, where each group has
 weight 1, and as trained, with the weights of the batches. If nothing is lost, the two are equal and their
 distance is 0.
@@ -78,7 +78,7 @@ class AccountingLedger:
         return weight
 
     def lose(self, task: Task, lengths: Sequence[int] | None) -> None:
-        """Count a group that is lost for good. ``lengths`` is None if it was not sampled completely."""
+        """Count a group that is lost permanently. ``lengths`` is None if it was not sampled completely."""
         if lengths is None:
             self._num_censored += 1
             return

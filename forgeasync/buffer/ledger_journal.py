@@ -100,8 +100,8 @@ class JournalFile:
         except FileLocked:
             os.close(descriptor)
             raise JournalInUse(
-                f"{path}: another process writes this ledger; end it first (a run that goes on, or what "
-                "is left of one that was killed)"
+                f"{path}: another process writes this ledger; end it first (a run in "
+                "progress, or processes that a killed one left)"
             ) from None
         return cls(path, descriptor)
 

@@ -180,7 +180,7 @@ def decode_line(line: bytes, after: LedgerPosition) -> tuple[AnyEvent, LedgerPos
     try:
         event = _DECODER.decode(b"{" + match["event"] + b"}")
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadLine(f"says nothing that a ledger can say ({error}): {_shown(line)}") from None
+        raise BadLine(f"is not an event of a ledger ({error}): {_shown(line)}") from None
     return event, LedgerPosition(num_lines=number, checksum=checksum)
 
 

@@ -292,7 +292,7 @@ def _by_step(book: LedgerState, lines: Sequence[_MetricsLine]) -> dict[int, _Met
             )
         if step not in trained:
             raise _MetricsContradiction(
-                f"metrics.jsonl line {line.number} is of step {step}, which is not trained by the ledger"
+                f"metrics.jsonl line {line.number} is of step {step}, which the ledger has not trained"
             )
         known[step] = line
     return known
@@ -376,9 +376,9 @@ class LedgerVerdict:
             *((f"  {place}", totals.num_ended[place], "") for place in ENDS if place is not Place.DROPPED),
             (f"  {Place.DROPPED}", totals.num_ended[Place.DROPPED], dropped),
             ("  open", len(book.open_prompts), "wait for the run to be resumed" if book.open_prompts else ""),
-            ("attempts", totals.num_attempts, f"{totals.num_reissued} prompts came again for a lost group"),
-            ("restarts", totals.num_restarted, "groups under way at a checkpoint that was resumed from"),
-            ("restored", totals.num_restored, "groups that came back from the disk"),
+            ("attempts", totals.num_attempts, f"{totals.num_reissued} prompts again after a lost group"),
+            ("restarts", totals.num_restarted, "groups in flight at a checkpoint that was resumed from"),
+            ("restored", totals.num_restored, "groups restored from disk"),
         ]
         if before := _num_before(self.reading):
             rows.insert(1, ("  before this ledger", before, ""))
@@ -388,7 +388,7 @@ class LedgerVerdict:
             *map(_resumption, book.resumptions),
         ]
         if self.reading.num_torn_bytes:
-            said.append(f"  the last line was not written to its end: {self.reading.num_torn_bytes} bytes")
+            said.append(f"  the last line is incomplete: {self.reading.num_torn_bytes} bytes")
         if self.contradiction is not None:
             return [*said, f"contradiction: {self.contradiction}"]
         compared = (
@@ -450,11 +450,11 @@ def _undone(one: Resumption) -> Iterable[str]:
     else:
         yield f"{'step' if len(one.undone_steps) == 1 else 'steps'} {_ranges(one.undone_steps)} undone"
     if one.untrained_prompts:
-        yield f"no longer trained: prompts {_ranges(one.untrained_prompts)}"
+        yield f"training undone: prompts {_ranges(one.untrained_prompts)}"
     others = sorted(set(one.undone_prompts) - set(one.untrained_prompts))
     if others:
         yield f"other ends undone: prompts {_ranges(others)}"
     if one.num_steps_again:
-        yield f"{one.num_steps_again} of them made again with the same groups"
+        yield f"{one.num_steps_again} of them repeated with the same groups"
     if one.restarted_prompts:
         yield f"restarted: prompts {_ranges(one.restarted_prompts)}"

@@ -86,7 +86,7 @@ class PromptState:
             case Place.TRAINED | Place.SKIPPED:
                 what = f"was {self.place} at step {self.step}"
             case Place.DROPPED:
-                what = f"was dropped for good ({self.reason})"
+                what = f"was dropped permanently ({self.reason})"
             case Place.FILTERED | Place.UNFINISHED:
                 what = f"ended as {self.place}"
             case Place.WAITING:
@@ -372,7 +372,7 @@ class LedgerState:
         if number is None or self._marks[number].totals.step != event.step:
             known = ", ".join(f"{mark.line} (step {mark.totals.step})" for mark in self._marks[-5:]) or "none"
             self._contradict(
-                f"goes on from the checkpoint of step {event.step} in line {event.line}; the history that "
+                f"continues from the checkpoint of step {event.step} in line {event.line}; the history that "
                 f"stands has its last checkpoints in lines {known}"
             )
         ended = {}

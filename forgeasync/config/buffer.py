@@ -53,9 +53,8 @@ class BufferSection(Section):
     max_in_flight: Count | None = None
     """In-flight bound: maximum number of groups being sampled or scored. null: the depth bound applies."""
     adapt_load: bool = True
-    """Adapt the number of groups in flight, between one batch and these bounds: enough that neither
-    generators nor trainer are idle, and no more, so that groups do not wait longer for training than
-    necessary."""
+    """Adapt the number of groups in flight, between one batch and these bounds. It is large enough that
+    neither generators nor trainer are idle, and no larger, so that groups do not age while they wait."""
     longest_first: bool = True
     """Among the prompts for one batch, start those first whose earlier responses took longest."""
     max_attempts: Count = 3

@@ -221,7 +221,7 @@ class DataSection(Section):
         counts = Counter(source.name for source in sources)
         for index, source in enumerate(sources):
             if counts[source.name] > 1:
-                remedy = "is the name of another source too; metrics are kept by name, so give each its own"
+                remedy = "is also the name of another source; metrics are logged by name: give each its own"
                 yield f"sources.{index}.name", remedy, source.name
         if not self.chat_template:
             for key in ("system_prompt", "template_arguments"):

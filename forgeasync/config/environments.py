@@ -79,8 +79,8 @@ class EndingsSection(Section):
         """Yield endings that would count as scores although they say nothing about the model."""
         never_a_score = (EndingPolicy.RUN_AGAIN, EndingPolicy.MASK)
         for ending, what in (
-            (Ending.INFRASTRUCTURE, "what a lost worker or server has done"),
-            (Ending.NO_SCORE, "that nobody has judged an episode"),
+            (Ending.INFRASTRUCTURE, "an episode of a lost worker or server"),
+            (Ending.NO_SCORE, "an episode without a verdict"),
         ):
             if self.of(ending) not in never_a_score:
                 yield (
@@ -119,7 +119,7 @@ class AgentSection(Section):
 
     trainable: bool = True
     """Train on the tokens of this agent, with advantages relative to the same agent in the other episodes of
-    the group. false: the agent samples from the same weights but is not trained on, such as a judge."""
+    the group. false: The agent samples from the same weights but is not trained on, such as a judge."""
 
 
 Rounds = Annotated[int, Field(gt=0, le=10_000)]

@@ -42,7 +42,7 @@ class LocalLauncher(Section):
     kind: Literal["local"] = "local"
     share_gpu: bool = False
     """Run the trainer and the generators on the same GPUs, whose memory must hold both; the trainer starts
-    first. false: every process has GPUs of its own."""
+    first. false: every process has its own GPUs."""
 
 
 class ProcessLauncher(Section):
@@ -73,7 +73,7 @@ class SshLauncher(Section):
                 remedy = f"is named {count} times; a host has one role, and its worker one port"
                 yield "hosts", remedy, name
             if not name or name.startswith("-"):
-                remedy = "is no host name; must not be empty or begin with -"
+                remedy = "is not a host name; must not be empty or begin with -"
                 yield "hosts", remedy, name
 
 
@@ -149,7 +149,7 @@ class KubernetesLauncher(Section):
             )
         if self.kubeconfig is not None and not Path(self.kubeconfig).expanduser().is_file():
             remedy = (
-                "is no file; must be a kubeconfig file, or left out if the controller runs in the cluster"
+                "is not a file; must be a kubeconfig file, or left out if the controller runs in the cluster"
             )
             yield "kubeconfig", remedy
         if importlib.util.find_spec("kubernetes") is None:

@@ -50,7 +50,7 @@ class LoraSection(Section):
     def find_problems(self) -> Iterator[Refusal]:
         """Yield targets that cannot have adapters or are listed twice."""
         for target in [one for one in self.targets if one not in ADAPTABLE][:1]:
-            remedy = f"is no layer that can have an adapter; must be among {', '.join(ADAPTABLE)}"
+            remedy = f"is not a layer that can have an adapter; must be among {', '.join(ADAPTABLE)}"
             yield "targets", remedy, target
         for target in [one for one in self.targets if self.targets.count(one) > 1][:1]:
             yield "targets", "is listed twice; must be listed once", target

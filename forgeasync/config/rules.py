@@ -293,7 +293,7 @@ def _check_sleep(config: RunConfig) -> Iterator[Refusal]:
     if not sleeps(config):
         return
     if not shares_gpus(config):
-        remedy = "must be share without launcher.share_gpu=true: the engine has a GPU of its own"
+        remedy = "must be share without launcher.share_gpu=true: the engine has its own GPU"
         yield "generator.colocated", remedy
     if config.max_off_policy_steps > 1:
         remedy = "must be 0 or 1 with generator.colocated = 'sleep': decoding stands still during every step"
@@ -320,7 +320,7 @@ def _check_teachers(config: RunConfig) -> Iterator[Refusal]:
         remedy = "must be 'local' with teachers: they run on the controller's machine"
         yield "launcher.kind", remedy
     if shares_gpus(config) and any(one.num_engines for one in teachers.values()):
-        remedy = "must be false with a teacher that runs here: it needs GPUs of its own; let it be a server"
+        remedy = "must be false with a teacher that runs here: it needs its own GPUs; use a server (endpoint)"
         yield "launcher.share_gpu", remedy
     for name, teacher in teachers.items():
         yield from _check_teacher(config, teacher, f"teachers.{name}")
@@ -399,7 +399,7 @@ def _check_sources_of_teachers(config: RunConfig) -> Iterator[Refusal]:
     for teacher, section in config.teachers.items():
         for name in section.sources or known:
             if name not in teachers_of:
-                remedy = f"is no source of data; must be of {', '.join(map(repr, known))}"
+                remedy = f"is not a data source; must be one of {', '.join(map(repr, known))}"
                 yield f"teachers.{teacher}.sources", remedy, name
             else:
                 teachers_of[name].append(teacher)
@@ -494,7 +494,7 @@ def _check_environment(config: RunConfig) -> Iterator[Refusal]:
 def _check_agents(config: RunConfig, names: str) -> Iterator[Refusal]:
     environment, agents = config.environment, config.agents or {}
     if environment is None:
-        yield "agents", "needs an environment, which asks them", names
+        yield "agents", "needs an environment, which uses them", names
     elif not isinstance(environment, PythonCode | InstalledEnvironment):
         yield from _check_one_agent(config, environment.kind)
     if not any(agent.trainable for agent in agents.values()):

@@ -272,9 +272,9 @@ class RunConfig(Section):
     """Maximum age of training data: policy versions between the weights that sampled a token and the weights
     that train on it. 0: strictly synchronous."""
     fidelity: Fidelity = Fidelity.REPLAY
-    """replay (recorded experts and kept sets are replayed; rounding differs), or bitwise (on tokens sampled
-    under the weights that train, log-probabilities of trainer and generator are equal to the last bit; a
-    difference ends the run). bitwise runs on CPUs in float32 and on GPUs in bfloat16."""
+    """replay: The trainer replays recorded experts and kept sets; rounding differs. bitwise: For tokens that
+    were sampled under the weights that train, log-probabilities of trainer and generator are also equal to
+    the last bit. A difference ends the run. CPUs compute in float32, GPUs in bfloat16."""
     record_execution: bool = False
     """Keep the files of all groups that train and a line for each step, so that ``python -m apps.reexecute``
     can execute the run again, bit for bit. Needs ``fidelity: bitwise``."""

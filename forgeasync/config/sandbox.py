@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from forgeasync.schema import SHORT_FORM, PythonCode, Section
 
 RESERVED_FOLDERS = ("/dev", "/proc", "/tmp", "/work", "/run", "/etc")
-"""Folders that every box has of its own; nothing can be mounted at or below them."""
+"""Folders that every sandbox has; nothing can be mounted at or below them."""
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _IMAGE_NAME = re.compile(r"[A-Za-z0-9][\w.\-/:@]*", re.ASCII)
@@ -18,7 +18,7 @@ _IMAGE_NAME = re.compile(r"[A-Za-z0-9][\w.\-/:@]*", re.ASCII)
 
 def _check_mounts(mounts: dict[str, str]) -> dict[str, str]:
     for source, target in mounts.items():
-        for path, what in ((source, "a folder or file of the host"), (target, "a path in the box")):
+        for path, what in ((source, "a folder or file of the host"), (target, "a path in the sandbox")):
             if not path.startswith("/") or ".." in PurePosixPath(path).parts or set(path) & set("\0\n,"):
                 raise PydanticCustomError(
                     "mount",
@@ -28,8 +28,7 @@ def _check_mounts(mounts: dict[str, str]) -> dict[str, str]:
         if target == "/" or any(PurePosixPath(target).is_relative_to(one) for one in RESERVED_FOLDERS):
             raise PydanticCustomError(
                 "mount",
-                "{path} cannot be mounted to: a box has folders of its own at {folders}; use a path such as "
-                "/data",
+                "{path} cannot be mounted to: sandboxes have their own {folders}; use a path such as /data",
                 {"path": repr(target), "folders": ", ".join(RESERVED_FOLDERS)},
             )
     return mounts
@@ -50,25 +49,25 @@ def _check_image(image: str) -> str:
     if not _IMAGE_NAME.fullmatch(image):
         raise PydanticCustomError(
             "image",
-            "{image} is no name of an image; must read repository:tag, such as python:3.11-slim",
+            "{image} is not the name of an image; must read repository:tag, such as python:3.11-slim",
             {"image": repr(image)},
         )
     return image
 
 
 class SandboxLimits(Section):
-    """Resource limits of one sandbox ("box")."""
+    """Resource limits of one sandbox."""
 
     memory_mib: int = Field(default=1024, ge=16, le=1048576)
-    """Memory limit of all processes of a box together, in MiB; files in the box count for ``disk_mib``. The
+    """Memory limit of all processes of a sandbox together, in MiB; its files count for ``disk_mib``. The
     kernel applies the limit to each process at all times. The sum is checked every 50 ms, and all processes
-    of a box above the limit are killed. With Docker and Podman the kernel enforces both."""
+    of a sandbox above the limit are killed. With Docker and Podman the kernel enforces both."""
     disk_mib: int = Field(default=512, ge=1, le=1048576)
-    """Total size of the files that a box may write, in MiB. They are held in the host's memory."""
+    """Total size of the files that a sandbox may write, in MiB. They are held in the host's memory."""
     max_files: int = Field(default=65536, ge=16, le=10_000_000)
-    """Maximum number of files and folders in the writable folders of a box."""
+    """Maximum number of files and folders in the writable folders of a sandbox."""
     max_processes: int = Field(default=128, ge=4, le=65536)
-    """Maximum number of processes and threads of a box."""
+    """Maximum number of processes and threads of a sandbox."""
     max_open_files: int = Field(default=256, ge=16, le=65536)
     """Maximum number of open files of each process."""
     cpu_s: int = Field(default=3600, ge=1, le=366 * 86400)
@@ -77,7 +76,7 @@ class SandboxLimits(Section):
     """Maximum size of a call's standard output that is kept, in KiB; standard error has the same limit. The
     rest is discarded and counted."""
     mounts: Annotated[dict[str, str], AfterValidator(_check_mounts)] = Field(default_factory=dict)
-    """Folders and files of the host that are mounted read-only: path in the box by path on the host."""
+    """Folders and files of the host that are mounted read-only: path in the sandbox by path on the host."""
     env: Annotated[dict[str, str], AfterValidator(_check_env)] = Field(default_factory=dict)
     """Environment variables of commands, in addition to PATH, HOME, USER and LANG. Those of the host are not
     inherited."""
@@ -93,7 +92,7 @@ class Bubblewrap(SandboxLimits):
 
 class _Container(SandboxLimits):
     image: Annotated[str, AfterValidator(_check_image)]
-    """Image of the box, which is present or can be pulled. It needs ``sh``, ``cat``, ``chmod``, ``mkdir``,
+    """Image of the sandbox, present or pulled. It needs ``sh``, ``cat``, ``chmod``, ``mkdir``,
     ``sleep`` and ``tar``, and ``python3`` for Python sessions."""
     program: str | None = None
     """Path of the command-line client; null: the one in PATH."""

@@ -37,8 +37,8 @@ class EveryVersions(Section):
     """The policy's weights, loaded once every ``every`` versions."""
 
     every: int = Field(gt=0, le=MAX_COUNT)
-    """Versions that are multiples of this number are loaded. If such a version was skipped or no longer
-    exists, the next available version is loaded instead."""
+    """Versions that are multiples of this number are loaded. If such a version was skipped or
+    deleted, the next available version is loaded instead."""
 
     def is_due(self, version: int, *, newest: int) -> bool:
         """Return whether to load ``version``; ``newest`` is the last version that was loaded.

@@ -87,9 +87,9 @@ class WeightsSection(Section):
     """Settings for the transfer of new weights from the trainer to the generators."""
 
     transport: TransportChoice = "auto"
-    """auto (shared memory on one host; between hosts RDMA, or TCP without its hardware), shared_memory, rdma,
-    tcp, torchstore, or {kind: python, factory: package.module.MyTransport} for your own class (see
-    forgeasync/weights/transports/transport.py), or the name of a package's (docs/plugins.md)."""
+    """auto, shared_memory, rdma, tcp, torchstore, or the name of a package's transport (docs/plugins.md).
+    auto: shared memory on one host; between hosts RDMA, or TCP without its hardware. For your own class write
+    {kind: python, factory: package.module.MyTransport}; see forgeasync/weights/transports/transport.py."""
     interruption: Interruption = Interruption.IN_FLIGHT
     kv_cache: KvAfterSwap = KvAfterSwap.KEEP
     prefix_cache_across_versions: bool = False

@@ -355,7 +355,7 @@ class Rescue:
     async def _try_checkpoint(self, limit_s: float) -> str:
         try:
             async with deadline(limit_s, call="writing a checkpoint", key="timeouts.sigterm_s"):
-                return f"--resume latest goes on after step {await self._run.checkpoints.write_now()}"
+                return f"--resume latest continues after step {await self._run.checkpoints.write_now()}"
         except DeadlineExceeded:
             return "there was no time for a checkpoint"
         except Exception as error:

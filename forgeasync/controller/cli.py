@@ -179,7 +179,7 @@ def parse_arguments(
     parser.add_argument("--supervise", action="store_true", help=supervise)
     arguments = parse_command_line(parser)
     if arguments.supervise and (arguments.dry_run or arguments.rehearse):
-        parser.error("--supervise: needs a run; leave --dry-run and --rehearse away")
+        parser.error("--supervise: needs a run; omit --dry-run and --rehearse")
     if arguments.hosts and not arguments.rehearse:
         parser.error("--hosts: needs --rehearse; a run always uses the hosts that its config names")
     return arguments
@@ -188,7 +188,7 @@ def parse_arguments(
 def _positive(text: str) -> float:
     number = float(text)
     if not 0.0 < number < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size in GiB; must be greater than 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in GiB; must be greater than 0")
     return number
 
 
@@ -272,7 +272,7 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None], *, on_hosts: b
     """
     folder = rehearsal_folder(config, datetime.now())
     if is_served(config):
-        remedy = "nobody comes to a rehearsal; rehearse the same sections with other data and environment"
+        remedy = "a rehearsal has no clients; rehearse with another data source and environment"
         raise ConfigError([Problem(field="data.source.kind", value="served", remedy=remedy)])
     # The run's own folders may be in use, so the rehearsal uses different ones.
     elsewhere = {"run_dir": str(folder), "checkpoint": config.checkpoint.model_copy(update={"folder": None})}
@@ -304,7 +304,7 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None], *, on_hosts: b
     console.print(findings_table(config.name, found, rehearsal.changes))
     if failed := [finding for finding in found if finding.verdict is Verdict.FAILED]:
         parts = "; ".join(f"{finding.part} ({finding.measured})" for finding in failed)
-        raise RehearsalFailed(f"the rehearsal ran to its end, but not all of it worked: {parts}")
+        raise RehearsalFailed(f"the rehearsal ended, but parts of it did not work: {parts}")
 
 
 def rehearsal_folder(config: RunConfig, now: datetime) -> Path:

@@ -137,7 +137,7 @@ def _read_request(file: Path) -> object:
     try:
         request = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise Refused(f"a request that is no JSON: {error}") from error
+        raise Refused(f"a request that is not JSON: {error}") from error
     if not isinstance(request, dict) or set(request) != {"generators"}:
         raise Refused('a request must be {"generators": N}')
     return request["generators"]
@@ -154,9 +154,9 @@ def ask(run: Path, num_generators: int, *, limit_s: float = ANSWER_S) -> Answer:
     try:
         controller = json.loads(listing.read_text(encoding="utf-8"))["controller"]
     except FileNotFoundError:
-        raise Refused(f"{run}: must be the folder of a run that goes on; it has no {listing.name}") from None
+        raise Refused(f"{run}: must be the folder of a running run; it has no {listing.name}") from None
     if not is_running(controller):
-        raise Refused(f"{run}: must be the folder of a run that goes on; its process {controller} has ended")
+        raise Refused(f"{run}: must be the folder of a running run; its process {controller} has ended")
     folder = run / "control"
     folder.mkdir(exist_ok=True)
     name = secrets.token_hex(8)

@@ -355,7 +355,7 @@ def prepare_evaluation(
     if config.environment is not None:
         problems += check_environment(config.environment, config.sandbox, is_served=is_served(config))
     if is_served(config):
-        remedy = "people bring its tasks, so there is nothing to evaluate on; give a config with other data"
+        remedy = "its tasks come from clients, so none can be evaluated; give a config with other data"
         problems.append(Problem(field="data.source.kind", value="served", remedy=remedy))
     if endpoint is None and not isinstance(config.launcher, LocalLauncher):
         remedy = "an evaluation runs on this machine: give launcher.kind=local, or --base-url of an endpoint"

@@ -258,7 +258,7 @@ class GroupSpiller:
         self._files[group.group_id] = self._folder / file_name(group.draw_id)
 
     def trained(self, step: int, groups: Iterable[Group]) -> None:
-        """Keep the files of a step's groups until a checkpoint covers the step, or for good.
+        """Keep the files of a step's groups until a checkpoint covers the step, or permanently.
 
         With ``record_execution``, they are a part of the run's record.
         """

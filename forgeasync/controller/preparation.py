@@ -403,7 +403,7 @@ def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Probl
         if _vocabulary(model_folder(path)) != own:
             remedy = (
                 f"has another tokenizer than model.path = {config.model.path!r}; must have the same: a "
-                "teacher is asked about the policy's own tokens"
+                "teacher scores the policy's tokens"
             )
             yield Problem(field=field, value=path, remedy=remedy)
         num_ids = config.algorithm.num_teacher_ids
@@ -420,7 +420,7 @@ def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Probl
                 what = "model.max_context_length + 1"
             remedy = (
                 f"reads {teacher.max_position_embeddings} tokens; must read {what} = {needed}: one more than "
-                "it is asked about"
+                "it scores"
             )
             yield Problem(field=field, value=path, remedy=remedy)
 

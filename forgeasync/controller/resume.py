@@ -187,8 +187,8 @@ class FoundGroups:
     def messages(self, step: int) -> Iterator[str]:
         """Yield messages about the groups found by a run that resumes after ``step``."""
         if self.groups:
-            again = f"; steps {step + 1} to {step + len(self.batches)} are made again" if self.batches else ""
-            yield f"{len(self.groups)} finished groups come back from the disk{again}"
+            again = f"; steps {step + 1} to {step + len(self.batches)} are repeated" if self.batches else ""
+            yield f"{len(self.groups)} finished groups are restored from disk{again}"
         if self.num_left_out:
             reasons = ", ".join(
                 f"{reason} {num}"
@@ -250,7 +250,7 @@ def check_checkpoint_folder(config: RunConfig, *, is_resumed: bool) -> Iterator[
         yield Problem(
             field="checkpoint.folder",
             value=str(planned_folder(config)),
-            remedy="holds checkpoints of another run; name another folder or go on with it (--resume latest)",
+            remedy="holds checkpoints of another run; name another folder, or continue it (--resume latest)",
         )
 
 
@@ -260,7 +260,7 @@ def begin_anew(run_dir: RunDir) -> list[str]:
     Returns messages that say what was done.
     """
     left = run_dir.put_all_aside()
-    return [f"there is no checkpoint yet: the run begins anew; moved to {', '.join(left)}"] if left else []
+    return [f"without a checkpoint the run starts over; moved to {', '.join(left)}"] if left else []
 
 
 def resume_or_begin_anew(config: RunConfig, choice: str | None) -> tuple[str | None, list[str]]:
@@ -295,7 +295,7 @@ def message_if_done(config: RunConfig, choice: str | None) -> str | None:
         return None
     return (
         f"the run is done: it has made {num_steps} steps, and max_steps is {config.max_steps}; its model is "
-        f"{run_dir.checkpoints / FINAL}. To go on with it, give a larger max_steps"
+        f"{run_dir.checkpoints / FINAL}. To continue it, give a larger max_steps"
     )
 
 
@@ -329,14 +329,14 @@ def find_checkpoint(config: RunConfig, facts: ModelFacts, choice: str) -> Resume
         ConfigError: there is no such checkpoint, or the run cannot resume from it.
     """
     if config.run_dir is None:
-        remedy = "must name the run to go on with, as --resume is given"
+        remedy = "must name the run to continue, because --resume is given"
         raise ConfigError([Problem(field="run_dir", remedy=remedy)])
     folder = Path(choice)
     if choice == LATEST:
         parent = planned_folder(config)
         checkpoints = list_checkpoints(parent)
         if not checkpoints:
-            remedy = f"{parent} has no checkpoint (step-...); leave --resume away or name another run_dir"
+            remedy = f"{parent} has no checkpoint (step-...); omit --resume, or name another run_dir"
             raise ConfigError([Problem(field="--resume", value=choice, remedy=remedy)])
         folder = checkpoints[-1]
     elif step_of(folder) is None or not (folder / RUN_FILE).is_file():
@@ -411,7 +411,7 @@ def _rewind(config: RunConfig, run_dir: RunDir, resumed: Resumed) -> Iterator[st
         before = run_dir.config.read_text(encoding="utf-8")
         if before != config_yaml:
             moved = put_aside(run_dir.config).name
-            yield f"the config differs: the one before moved to {moved}; {_changes(before, config)}"
+            yield f"the config differs; the earlier one moved to {moved}; {_changes(before, config)}"
     run_dir.config.write_text(config_yaml, encoding="utf-8")
 
 

@@ -75,7 +75,7 @@ class StallMonitor:
                     # Reading stacks takes time, which must not count as a suspended controller.
                     looked_s = time.monotonic()
                 case Resumed(quiet_s=quiet_s):
-                    self._tell(f"stall: it is over after {quiet_s:.0f} s")
+                    self._tell(f"stall: ended after {quiet_s:.0f} s")
 
     def _marks(self, processes: ProcessManager) -> Mapping[Progress, Hashable]:
         """Return a value for each kind of progress, which changes whenever there is such progress."""
@@ -95,7 +95,7 @@ class StallMonitor:
         ages = ", ".join(f"{kind} {age_s:.0f} s" for kind, age_s in stall.since_s.items())
         self._tell(
             f"stall: {what} for {stall.quiet_s:.0f} s, at most {stall.longest_s:.0f} s before; "
-            f"the run goes on waiting. Time since the last {ages}"
+            f"the run keeps waiting. Time since the last {ages}"
         )
         calls = awaited_calls(asyncio.all_tasks() - {asyncio.current_task()})
         self._tell(f"stall: the controller waits in {calls}")
@@ -104,4 +104,4 @@ class StallMonitor:
         for one, stack in zip(procs, stacks, strict=False):
             self._tell(f"stall: {one.role} {one.rank} (process {one.pid}): {stack}")
         if len(procs) > MAX_PROCS:
-            self._tell(f"stall: {len(procs) - MAX_PROCS} more processes are in procs.json")
+            self._tell(f"stall: {len(procs) - MAX_PROCS} further processes are listed in procs.json")

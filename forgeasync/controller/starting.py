@@ -432,7 +432,7 @@ class Fleet:
         answer = await self._groups.sample(group_id, task, seed=sampling_seed(self.config.seed, group_id))
         if isinstance(answer, RefusedGroup | CancelledGroup):
             problem = answer.problem if isinstance(answer, RefusedGroup) else f"group {group_id}: cancelled"
-            self.problems.append(problem or f"group {group_id}: nobody has scored it")
+            self.problems.append(problem or f"group {group_id} was not scored")
             return None
         scores = await self._scores(group_id, task, answer)
         if isinstance(scores, Unscored):

@@ -57,7 +57,7 @@ class Ending:
     exit_code: int
     """Exit code as in ``subprocess``: negative after a signal."""
     stopped_by: signal.Signals | None
-    """Signal that told the supervisor to stop; None if there was none."""
+    """Signal that stopped the supervisor; None if there was none."""
     newest_step: int
     """Newest step that the run has recorded, over all starts; 0: none."""
     has_ended: bool
@@ -201,7 +201,7 @@ class Supervisor:
         try:
             return self._supervise()
         except RunInUse as holder:
-            _say(f"gives up: {self._run_dir.path} is the folder of another run at this moment ({holder})")
+            _say(f"gives up: {self._run_dir.path} is the folder of another run in progress ({holder})")
             return EXIT_REFUSED
         except NotEnded as error:
             _say(f"gives up: {error}")
@@ -259,7 +259,7 @@ class Supervisor:
                 return process.returncode
             if pid == 0 and pulse.look() and self._silence is None:
                 self._silence = (
-                    f"has given no sign of life for timeouts.controller_s = {self._controller_s:g} s"
+                    f"has not sent a heartbeat for timeouts.controller_s = {self._controller_s:g} s"
                 )
                 self._evidence = read_stacks(process.pid)
                 _say(f"the run {self._silence}: killing it; {self._evidence}")

@@ -508,7 +508,7 @@ class EpisodeAgent(Participant):
                     num_reserved=num_reserved,
                 )
             except BridgeRefused as error:
-                logger.info("a conversation is rendered anew: %s", error)
+                logger.info("a conversation is rendered again from the start: %s", error)
         own_turns = {index: kept.said for index, kept in self._tree.own_turns(messages).items()}
         anew = rendered_anew(self._renderer, messages, own_turns, tools)
         path = np.asarray(before.token_ids, np.int32)

@@ -60,7 +60,7 @@ _OPENERS = re.compile(r"<parameter|<function=|<invoke|<arg_key>|<arg_value>|<｜
 _BLANKS = re.compile(r"\s{64,}")
 
 _PROBLEMS = {
-    ToolCallParseStatus.INVALID_JSON: "it is no JSON object with 'name' and 'arguments'",
+    ToolCallParseStatus.INVALID_JSON: "it is not a JSON object with 'name' and 'arguments'",
     ToolCallParseStatus.UNCLOSED_BLOCK: "it has no end",
     ToolCallParseStatus.MISSING_NAME: "it names no tool",
     ToolCallParseStatus.MALFORMED_STRUCTURE: "it does not have the form of a tool call",
@@ -498,14 +498,14 @@ class FamilyRenderer(ChatRenderer):
             if message["role"] == ASSISTANT:
                 raise BridgeRefused(
                     f"messages[{index}] is an assistant's message that this model did not say after these "
-                    "tokens; render the conversation anew"
+                    "tokens; render the conversation again from the start"
                 )
         turn = conversation.turns[num_before - 1]
         if not self._can_read(turn):
             # The bridges of GLM, DeepSeek V4 and Gemma 4 parse the turn (renderers 0.1.12).
             raise BridgeRefused(
                 f"the turn before messages[{num_before}] has more markup than is read; render the "
-                "conversation anew"
+                "conversation again from the start"
             )
         path = list(conversation.token_ids)
         num_prompt = len(path) - turn.num_tokens
@@ -519,18 +519,18 @@ class FamilyRenderer(ChatRenderer):
             )
         except Exception as error:
             # Both the turn (nested JSON, for instance) and the new messages can raise here. Messages that
-            # cannot be rendered raise again when the conversation is rendered anew.
+            # cannot be rendered raise again when the conversation is rendered from the start.
             raise BridgeRefused(str(self._refusal(error))) from error
         if bridged is None:
             raise BridgeRefused(
                 f"the renderer {self.family!r} cannot append messages[{num_before}:] to the turn before them "
-                f"({self._why_refused(turn)}); render the conversation anew"
+                f"({self._why_refused(turn)}); render the conversation again from the start"
             )
         if bridged.token_ids[: len(path)] != path:
             raise BridgeRefused(
                 f"the renderer {self.family!r} would take back tokens of the turn before "
-                f"messages[{num_before}], which goes on after a token that ends turns; render the "
-                "conversation anew"
+                f"messages[{num_before}], which continues after a token that ends turns; render the "
+                "conversation again from the start"
             )
         return bridged.token_ids[len(path) :]
 

@@ -169,10 +169,10 @@ def check_renderer(
     dialogues = list(checker.dialogues(features, num_random))
     checks: tuple[tuple[str, Callable[[Dialogue], None]], ...] = (
         ("messages are only appended", checker.check_appended),
-        ("what is appended is what rendering anew gives", checker.check_anew),
+        ("appending equals rendering from the start", checker.check_anew),
         ("turns survive being written and read", checker.check_read),
         ("a turn that was cut is continued", checker.check_cut),
-        ("whatever a model writes is read", checker.check_hostile),
+        ("every text of a model is parsed", checker.check_hostile),
     )
     rows = []
     for name, check in checks:
@@ -275,7 +275,7 @@ class _Checker:
         found = compare(self._tokenizer, walked, dialogue.messages, anew)
         if found is not None:
             raise self._contradiction(
-                f"from messages[{found.index}] on, rendering anew gives other tokens",
+                f"from messages[{found.index}] on, rendering from the start gives other tokens",
                 dialogue,
                 found.path_ids,
                 found.anew_ids,

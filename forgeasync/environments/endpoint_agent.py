@@ -288,7 +288,7 @@ def _sent(message: Message) -> dict[str, Any]:
 def _read_call(call: dict[str, Any], default_id: str) -> ToolCall | BrokenToolCall:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        return BrokenToolCall(text=json.dumps(call)[:2000], problem="is no call of a function with a name")
+        return BrokenToolCall(text=json.dumps(call)[:2000], problem="is not a call of a named function")
     name, written = function["name"], function.get("arguments")
     text = written if isinstance(written, str) else json.dumps(written)
     try:

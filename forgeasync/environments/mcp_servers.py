@@ -214,7 +214,7 @@ class StdioTransport:
                 except ValueError:
                     num_unreadable += 1
                     if num_unreadable > MAX_UNREADABLE_LINES:
-                        self._refuse(f"it wrote more than {MAX_UNREADABLE_LINES} lines that are no messages")
+                        self._refuse(f"it wrote more than {MAX_UNREADABLE_LINES} lines that are not messages")
                         return
                     continue
                 try:
@@ -502,8 +502,8 @@ class _Server:
             if connection is self._connection:
                 self._lost = str(error)
             raise ToolServerLost(
-                "the server of this tool was lost during the call; another call connects to it anew, "
-                "without what it held in memory"
+                "the server of this tool was lost during the call; the next call connects to it again, "
+                "and finds nothing that it held in memory"
             ) from error
         if result.is_error:
             raise ToolFailed(_text(result))
@@ -517,7 +517,7 @@ class _Server:
         """
         async with self._one_restart:
             if self._lost is None and self._connection.is_suspect and not await self._connection.is_alive():
-                self._lost = "it does not answer any more"
+                self._lost = "it stopped answering"
             if self._lost is None:
                 return
             if self._num_restarts >= MAX_RESTARTS:

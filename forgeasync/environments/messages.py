@@ -112,7 +112,7 @@ def read_arguments(written: object) -> dict[str, Any]:
         except RecursionError:
             raise ValueError(f"nested deeper than {MAX_DEPTH}") from None
         except ValueError as error:
-            raise ValueError(f"no JSON: {error}: {show(written)}") from None
+            raise ValueError(f"not JSON: {error}: {show(written)}") from None
     if not isinstance(read, Mapping):
         raise ValueError(f"{show(read)}; must be an object")
     check_size(read)

@@ -166,7 +166,7 @@ async def _post(client: aiohttp.ClientSession, url: str, request: dict[str, Any]
     try:
         return msgspec.json.decode(body, type=EpisodeReply)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise EpisodeFailed(f"the server's reply is no episode: {error}: {_quoted(body)}") from error
+        raise EpisodeFailed(f"the server's reply is not an episode: {error}: {_quoted(body)}") from error
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:

@@ -312,8 +312,8 @@ class PlainRenderer:
 def _refuse(tools: Sequence[ToolSpec]) -> None:
     if tools:
         raise ValueError(
-            f"tools: {tools[0].name!r} was given, but without a chat template there is no form in which "
-            "the model could be told of it; set data.chat_template: true, or describe it in a message"
+            f"tools: {tools[0].name!r} was given, but without a chat template nothing tells "
+            "the model of it; set data.chat_template: true, or describe it in a message"
         )
 
 

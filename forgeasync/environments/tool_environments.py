@@ -61,7 +61,7 @@ def score_answer(section: AnswerCheck, task: Task, text: str) -> Score:
         number = _number(reference)
         if number is None:
             raise ValueError(
-                f"task {task.task_id!r} has the answer {reference[:80]!r}, which is no number; "
+                f"task {task.task_id!r} has the answer {reference[:80]!r}, which is not a number; "
                 "environment.answer.match must be 'exact'"
             )
     answer = final_answer(text[-MAX_READ_CHARACTERS:], prefix=section.prefix, part=section.part)

@@ -214,7 +214,7 @@ class Toolbox:
         self._tools: dict[str, Tool] = {}
         for tool in tools:
             if tool.spec.name in self._tools:
-                raise ValueError(f"two tools are called {tool.spec.name!r}; give each a name of its own")
+                raise ValueError(f"two tools are called {tool.spec.name!r}; give each a different name")
             self._tools[tool.spec.name] = tool
         self._max_characters = max_characters
 
@@ -491,7 +491,7 @@ class Signature:
         try:
             text = json.dumps(arguments)
         except (TypeError, ValueError, RecursionError) as error:
-            raise BadArguments(f"the arguments are no JSON object ({type(error).__name__})") from error
+            raise BadArguments(f"the arguments are not a JSON object ({type(error).__name__})") from error
         try:
             return self._arguments.validate_json(text, strict=True)
         except ValidationError as error:
@@ -525,7 +525,7 @@ class _Schema(GenerateJsonSchema):
 
 def _name_and_signature(function: Callable[..., object]) -> tuple[str, inspect.Signature]:
     if not inspect.isroutine(function):
-        raise ValueError(f"{show(function)} is no function; a tool is made of a function or a method")
+        raise ValueError(f"{show(function)} is not a function; a tool is made of a function or a method")
     name = function.__name__
     if TOOL_NAME.fullmatch(name) is None:
         raise ValueError(f"tool {name!r}: a tool needs a name that the model can write: letters, digits, '_'")
@@ -586,5 +586,5 @@ def _message_of(problem: ErrorDetails) -> str:
         case "extra_forbidden" | "unexpected_keyword_argument":
             return f"there is no argument {show(place)}"
         case "json_invalid":
-            return "the arguments are no JSON object"
+            return "the arguments are not a JSON object"
     return f"{place!r}: {problem['msg']}"

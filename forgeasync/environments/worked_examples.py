@@ -130,7 +130,7 @@ def _steps(task: Task, slip: Callable[[], int] = lambda: 0) -> list[tuple[str, i
     """Return the additions and subtractions of a problem, each with its result."""
     match = _EXPRESSION.search(task.prompt)
     if match is None:
-        raise ValueError(f"task {task.task_id!r} is no chain_sum problem: {task.prompt!r}")
+        raise ValueError(f"task {task.task_id!r} is not a chain_sum problem: {task.prompt!r}")
     first, *rest = match["expression"].split(" ")
     total = int(first)
     steps = []

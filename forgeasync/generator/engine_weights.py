@@ -258,7 +258,7 @@ def base_name(adapter_name: str) -> str:
     for side in SIDES:
         if adapter_name.startswith(PREFIX) and adapter_name.endswith(side):
             return adapter_name.removeprefix(PREFIX).removesuffix(side) + ".weight"
-    raise AssertionError(f"{adapter_name} is no adapter's tensor")
+    raise AssertionError(f"{adapter_name} is not the tensor of an adapter")
 
 
 def merged_layout(

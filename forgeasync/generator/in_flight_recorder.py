@@ -71,7 +71,7 @@ class InFlightRecorder:
     """Writer of one engine's log of tokens in flight."""
 
     def __init__(self, folder: Path | None, *, records: CaptureSpec, vocab_size: int) -> None:
-        """Log into ``folder``, which is created anew for each log; None: log nothing."""
+        """Log into ``folder``, which is created for each log; None: log nothing."""
         self._folder = folder
         self._records = records
         self._vocab_size = vocab_size
@@ -239,7 +239,7 @@ class InFlightRecorder:
         """Abandon the log with all open groups: a log with gaps could not be continued from."""
         self.num_failures += 1
         logger.warning(
-            "tokens in flight are not logged for now: %s; if this generator dies, its %d groups begin anew",
+            "tokens in flight cannot be logged: %s; if this generator dies, its %d groups start over",
             error,
             len(self._turns_of_group),
         )

@@ -69,7 +69,7 @@ class Groups:
             group_id = -self._num_unnamed
         if group_id in self._groups:
             raise ValueError(
-                f"group_id = {group_id}: is being sampled already; groups in flight need ids of their own"
+                f"group_id = {group_id}: is being sampled already; groups in flight must have different ids"
             )
         group = RunningGroup()
         self._groups[group_id] = group

@@ -197,12 +197,12 @@ class CallChannel:
         try:
             kind, size = wire.FRAME.unpack(await self._reader.readexactly(wire.FRAME.size))
             if size > wire.MAX_PAYLOAD_BYTES:
-                raise SandboxError(f"the box has sent a frame of {size} bytes")
+                raise SandboxError(f"the sandbox sent a frame of {size} bytes")
             payload = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise CallLost(await self._cause()) from None
         if kind == wire.FAILED:
-            raise SandboxError(f"the box could not start a process: {payload.decode(errors='replace')}")
+            raise SandboxError(f"the sandbox could not start a process: {payload.decode(errors='replace')}")
         return kind, payload
 
     async def _cause(self) -> int:
@@ -239,7 +239,7 @@ class Connection:
         supervisor itself kills the processes that it can find.
 
         Raises:
-            SandboxUnavailable: the box could not be set up, or was not ready within ``limit_s``.
+            SandboxUnavailable: the sandbox could not be set up, or was not ready within ``limit_s``.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -251,14 +251,14 @@ class Connection:
                 answer = await asyncio.get_running_loop().sock_recv(ours, _MAX_ERROR_BYTES)
         except TimeoutError:
             await connection.close()
-            raise SandboxUnavailable(f"the box was not ready within {limit_s} s") from None
+            raise SandboxUnavailable(f"the sandbox was not ready within {limit_s} s") from None
         except BaseException:
             await connection.close()
             raise
         if answer != wire.READY:
             await connection.close()
             text = answer.removeprefix(wire.FAILED_SETUP).decode(errors="replace") or "its supervisor died"
-            raise SandboxUnavailable(f"the box could not be set up: {text}")
+            raise SandboxUnavailable(f"the sandbox could not be set up: {text}")
         connection._listener = asyncio.create_task(connection._listen())
         return connection
 
@@ -301,7 +301,7 @@ class Connection:
             SandboxClosed: the supervisor is gone.
         """
         if self._ended:
-            raise SandboxClosed("the box has ended")
+            raise SandboxClosed("the sandbox has ended")
         ours, theirs = socket.socketpair()
         try:
             number, self._next_call = self._next_call, self._next_call + 1
@@ -326,7 +326,7 @@ class Connection:
             except BlockingIOError:
                 await asyncio.sleep(_FULL_PAUSE_S)
             except OSError:
-                raise SandboxClosed("the box has ended") from None
+                raise SandboxClosed("the sandbox has ended") from None
 
     async def end_all(self) -> None:
         """Kill all processes of calls; ends the whole box if the supervisor does not confirm the kill."""
@@ -413,8 +413,8 @@ async def receive_ending(connection: Connection, channel: CallChannel, *, timeou
     If no result arrives within ``timeout_s`` plus ``GRACE_S``, all processes of the box are killed.
 
     Raises:
-        SandboxClosed: the box was closed during the call.
-        SandboxError: the box could not start a process, or sent an invalid frame.
+        SandboxClosed: the sandbox was closed during the call.
+        SandboxError: the sandbox could not start a process, or sent an invalid frame.
     """
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -434,9 +434,9 @@ async def receive_ending(connection: Connection, channel: CallChannel, *, timeou
         await connection.end_all()
     except CallLost as lost:
         if lost.cause == wire.LOST_CLOSED:
-            raise SandboxClosed("the box was closed during the call") from None
+            raise SandboxClosed("the sandbox was closed during the call") from None
         if lost.cause == wire.LOST_NO_PROCESS:
-            raise SandboxError("the box has no room for another process (max_processes)") from None
+            raise SandboxError("the sandbox has no room for another process (max_processes)") from None
         cause = KilledBy.DEADLINE if loop.time() - started >= timeout_s else _CAUSES[lost.cause]
     stdout, stderr = (bytes(outputs[kind]) for kind in (wire.STDOUT, wire.STDERR))
     if done is None:

@@ -69,7 +69,7 @@ class Sandbox:
             SandboxClosed: the box has been entered before.
         """
         if self._backend is not None:
-            raise SandboxClosed("a box can be entered once; make another Sandbox")
+            raise SandboxClosed("a sandbox can be entered once; make another Sandbox")
         self._backend = build_backend(self._section)
         await self._backend.start(self._workspace)
         return self
@@ -139,7 +139,7 @@ class Sandbox:
     @property
     def _open_backend(self) -> SandboxBackend:
         if self._backend is None:
-            raise SandboxClosed("the box has not been entered: async with fa.Sandbox() as box")
+            raise SandboxClosed("the sandbox has not been entered: async with fa.Sandbox() as sandbox")
         return self._backend
 
 
@@ -150,7 +150,7 @@ def _check_arguments(arguments: list[str]) -> None:
         if "\0" in one or len(one.encode("utf-8", "surrogateescape")) > MAX_COMMAND_BYTES:
             raise ValueError(
                 f"command has an argument with a zero byte or more than {MAX_COMMAND_BYTES} bytes; write it "
-                "to a file of the box and run that"
+                "to a file of the sandbox and run that"
             )
 
 
@@ -219,9 +219,9 @@ async def _try(section: SandboxSection) -> str | None:
         result = await backend.exec(["sh", "-c", f"printf {_TRIAL_TEXT}"], timeout_s=_TRIAL_LIMIT_S)
         if result.stdout != _TRIAL_TEXT:
             text = (result.stderr or result.stdout).strip()[:300]
-            return f"a box runs no commands here (exit code {result.exit_code}): {text}"
+            return f"a sandbox runs no commands here (exit code {result.exit_code}): {text}"
     except SandboxError as error:
-        return str(error) if isinstance(section, PythonSandbox) else f"no box works here: {error}; {_OTHERS}"
+        return str(error) if isinstance(section, PythonSandbox) else f"no sandbox starts: {error}; {_OTHERS}"
     except Exception as error:
         if not isinstance(section, PythonSandbox):
             raise

@@ -135,9 +135,9 @@ class SupervisedBackend(SandboxBackend):
             ["sh", "-c", _READ, "sh", path], timeout_s=FILE_LIMIT_S, output_bytes=max_bytes
         )
         if ending.exit_code == _ABSENT:
-            raise FileNotFoundError(f"{path}: there is no such file in the box")
+            raise FileNotFoundError(f"{path}: there is no such file in the sandbox")
         if ending.exit_code == _NO_FILE:
-            raise SandboxError(f"{path}: is a folder, a pipe or a device in the box, not a file")
+            raise SandboxError(f"{path}: is a folder, a pipe or a device in the sandbox, not a file")
         _raise_if_failed(ending, f"{path} could not be read")
         if ending.num_stdout_bytes_cut:
             raise FileTooLarge(f"{path} has more than {max_bytes} bytes")
@@ -172,7 +172,7 @@ class SupervisedBackend(SandboxBackend):
 
     def _require_connection(self) -> Connection:
         if self._connection is None or self._connection.has_ended:
-            raise SandboxClosed("the box has ended")
+            raise SandboxClosed("the sandbox has ended")
         return self._connection
 
     def _request(self, command: Sequence[str]) -> dict[str, object]:
@@ -350,7 +350,7 @@ class Session(ABC):
         """Wait until the session's process runs; raises SandboxError if it does not start."""
         result = await self.run("", timeout_s=START_LIMIT_S)
         if result.session_ended:
-            raise SandboxError(f"the box could not start {self.program}: {result.stderr.strip()[-300:]}")
+            raise SandboxError(f"the sandbox could not start {self.program}: {result.stderr.strip()[-300:]}")
 
     @abstractmethod
     async def run(self, code: str, /, *, timeout_s: float) -> ShellResult | PythonResult:

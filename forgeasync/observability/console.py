@@ -139,7 +139,7 @@ def progress_lines(
         if value is None or not is_shown(value):
             return ""
         # The factor is for percentages, which must be finite too.
-        return form.format(value) if math.isfinite(100.0 * value) else f"{key} is no number"
+        return form.format(value) if math.isfinite(100.0 * value) else f"{key} is not a number"
 
     num_noticed = sum(metrics.get(f"faults/detected_{role}", 0) for role in Role)
     num_open = round(num_noticed - sum(metrics.get(f"faults/recovered_{role}", 0) for role in Role))
@@ -169,7 +169,7 @@ def progress_lines(
             number("load/generators_wait", "the trainer bounds the run", is_shown=bool),
             number("load/trainer_wait_share", "trainer {:.0%} of the step for its batch"),
             number("buffer/num_complete", "{:.0f} groups wait for it"),
-            number("buffer/num_in_flight", "{:.0f} under way"),
+            number("buffer/num_in_flight", "{:.0f} in flight"),
         ),
         "generators": (
             number("generator/num_healthy", "{:.0f} healthy"),
@@ -346,7 +346,7 @@ class StepConsole:
                 with suppress(OSError):
                     bars.stop()
             if self._log is not None:
-                self._log(f"nobody reads the console any more: {error}")
+                self._log(f"the console has been closed: {error}")
 
     def phase(self, text: str, *, num_parts: int | None = None) -> None:
         """Print the name of a phase that begins, and show a bar with its time and its finished parts."""

@@ -59,7 +59,7 @@ def find_file(folder: Path) -> Path:
     for name in FILES:
         if (folder / name).is_file():
             return folder / name
-    what = "is no folder" if not folder.is_dir() else f"has neither {' nor '.join(FILES)}"
+    what = "is not a folder" if not folder.is_dir() else f"has neither {' nor '.join(FILES)}"
     raise NoEpisodes(f"{folder} {what}; must be the folder of a run, or of an evaluation")
 
 

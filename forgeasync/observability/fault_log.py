@@ -90,7 +90,7 @@ class FaultLog:
                 self._count(json.loads(line))
             except (ValueError, LookupError, TypeError) as error:
                 raise ValueError(
-                    f"{file}: line {number} is no line of faults.jsonl ({error!r}); move the file away"
+                    f"{file}: line {number} is not a line of faults.jsonl ({error!r}); move the file"
                 ) from None
 
     def _count(self, event: dict[str, Any]) -> None:

@@ -124,7 +124,7 @@ class _Events:
         if is_refusal(error):
             what = "their lines are written later"
         else:
-            what = "the run goes on without them, metrics.jsonl has all numbers"
+            what = "the run continues without them; metrics.jsonl has all numbers"
             self._is_left_alone = True
             self._num_lost += len(self._kept)
             self._kept.clear()

@@ -7,7 +7,7 @@ runs/<name>-<time>/
     ledger.jsonl     what became of every prompt (docs/ledger.md)
     execution.jsonl  the steps with their groups, with record_execution (apps.reexecute)
     faults.jsonl     what has failed and what came back; made by the first fault
-    procs.json       which process fills which role at this moment
+    procs.json       which process has which role
     run.lock         which process the run is, locked as long as it is one
     control/         requests of apps.control to a run that goes on, and its answers
     rollouts.jsonl   a few rollouts per step, with text; whole episodes
@@ -74,13 +74,13 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class RunInUse(RuntimeError):
-    """Another process is the run in this folder at this moment; the text says which."""
+    """Another process is the run in this folder; the text says which."""
 
 
 class RunLock:
     """The lock of a run's folder (``run.lock``), held by this process until ``release`` or its end.
 
-    The kernel releases the lock when the process ends, in whatever way: a dead run keeps nobody out. A
+    The kernel releases the lock when the process ends, in whatever way: a dead run does not block others. A
     process that ends in order says so in the file. A free file that does not say so was left by a process
     that died.
     """
@@ -207,7 +207,7 @@ class RunDir:
         trained may have left files in the folder.
 
         Raises:
-            ConfigError: the folder already holds a run, is another run's at this moment, or cannot be one.
+            ConfigError: the folder already holds a run, is in use by another run, or cannot be one.
         """
         default = default_run_dir(config.name, now)
         run_dir = cls(path=default if config.run_dir is None else Path(config.run_dir))
@@ -225,7 +225,7 @@ class RunDir:
         """Return the folder of a run that is resumed. What it lacks is made, as of a run without a step.
 
         Raises:
-            ConfigError: the folder is another run's at this moment, or cannot be one.
+            ConfigError: the folder is in use by another run, or cannot be one.
         """
         run_dir = cls(path=path)
         run_dir._make()
@@ -257,7 +257,7 @@ class RunDir:
         try:
             _held[folder] = RunLock.take(self.lock, mark_this_run())
         except RunInUse as holder:
-            remedy = f"is the folder of a run that goes on at this moment ({holder}); name another one"
+            remedy = f"is the folder of a run that is in progress ({holder}); name another one"
             raise ConfigError([Problem(field="run_dir", value=str(self.path), remedy=remedy)]) from None
 
     @property
@@ -270,7 +270,7 @@ class RunDir:
         """Move away what a start that never trained has left; return the new names, if there are any.
 
         Raises:
-            ConfigError: the folder is another run's at this moment.
+            ConfigError: the folder is in use by another run.
         """
         if not (self.metrics.exists() or self.ledger.exists()) or self.has_trained:
             return []
@@ -357,7 +357,7 @@ def check_folder(field: str, path: Path) -> Iterator[Problem]:
         yield Problem(field=field, value=str(path), remedy="has a NUL in it, which no path can have")
         return
     if path == Path() or path.parts[0].startswith("~"):
-        remedy = "is not expanded; write the path out" if path.parts else "is no folder of its own; name one"
+        remedy = "is not expanded; write the path out" if path.parts else "is not a run's folder; name one"
         yield Problem(field=field, value=str(path), remedy=remedy)
         return
     try:
@@ -379,7 +379,7 @@ def _in_use(path: Path) -> Problem:
         field="run_dir",
         value=str(path),
         remedy="already holds a run (steps in metrics.jsonl, or checkpoints); give another folder, move that "
-        "run away or go on with it (--resume latest)",
+        "run, or continue it (--resume latest)",
     )
 
 
@@ -448,7 +448,7 @@ class ProcessEntry:
 
 
 class ProcessListFile:
-    """``procs.json`` of a run's folder: which process fills which role at this moment.
+    """``procs.json`` of a run's folder: which process has which role.
 
     It is for people (which process is generator 2?), for programs that look at a run from outside, and for a
     later start that has to end what a killed run has left.

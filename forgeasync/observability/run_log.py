@@ -207,7 +207,7 @@ def _commit() -> str:
         commit = _git(repository, "rev-parse", "HEAD").strip()
         is_dirty = bool(_git(repository, "status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.SubprocessError):
-        return f"none, {repository} is no git repository"
+        return f"none, {repository} is not a git repository"
     return f"{commit}, with changes" if is_dirty else commit
 
 

@@ -1,6 +1,6 @@
 """Closing report of a run: its held-out accuracy, its bottleneck, and the commands to look further.
 
-The bottleneck is determined from means over the newest steps. ``apps.view`` shows it while the run goes on.
+The bottleneck is determined from means over the newest steps. ``apps.view`` shows it during the run.
 """
 
 import math
@@ -219,7 +219,7 @@ def describe_bottleneck(measured: MeasuredSteps | None) -> str:
     can act on it.
     """
     if measured is None:
-        return "what bounds the run is not known: there are too few steps"
+        return "there are too few steps to tell what bounds the run"
     over = f"(last {measured.num_steps} steps)"
     others = (
         (

@@ -120,7 +120,7 @@ class WandbLog:
             self._lines.put(json.dumps(values, allow_nan=False))
         else:
             self._num_refused += 1
-            self._note("does not take lines any more")
+            self._note("stopped accepting lines")
         self._tell()
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class WandbLog:
 
     def _tell(self) -> None:
         if self._problem is not None and not self._has_said:
-            self._say(f"W&B: {self._problem}; the run goes on without it, metrics.jsonl has all numbers")
+            self._say(f"W&B: {self._problem}; the run continues without it; metrics.jsonl has all numbers")
             self._has_said = True
 
 

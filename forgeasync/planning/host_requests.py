@@ -154,7 +154,7 @@ def _gib(num_bytes: int) -> int:
 def request_warnings(config: RunConfig, facts: ModelFacts) -> tuple[str, ...]:
     """Return a warning for each request of the launcher that is below the plan or cannot be compared with it.
 
-    These are no errors, because the plan contains allowances that a user may know better.
+    These are not errors, because the plan contains allowances that a user may know better.
     """
     launcher = config.launcher
     if isinstance(launcher, SlurmLauncher):
@@ -223,7 +223,7 @@ def kubernetes_quantity(value: int | str) -> float | None:
 
 
 def _below(field: str, value: object, needed: str) -> str:
-    return f"{field} = {value}: a host needs {needed} by the plan; left out, that is asked for"
+    return f"{field} = {value}: a host needs {needed} by the plan; omit it to request that"
 
 
 def _not_understood(field: str, value: object, form: str) -> str:

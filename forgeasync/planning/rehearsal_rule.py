@@ -310,7 +310,7 @@ def rehearsed(config: RunConfig, facts: ModelFacts, stage: Stage) -> Rehearsal:
         remedy = "must be left out of a rehearsal, with the terms that need them: it has no small teachers"
         raise ConfigError([Problem(field="teachers", value=sorted(config.teachers), remedy=remedy)])
     draft = Draft(config)
-    draft.set("run_dir", str(stage.folder), "a folder of its own: nothing of the run's is overwritten")
+    draft.set("run_dir", str(stage.folder), "so that no file of the run is overwritten")
     draft.set("checkpoint.folder", None, "in the rehearsal's own folder", None)
     draft.set("logging.wandb", None, "no run of anybody's project", "Weights & Biases")
     on_gpus = _runs_on_gpus(config, stage)

@@ -126,7 +126,7 @@ def _swap(config: RunConfig, facts: ModelFacts, *, per_gpu: int, num_replicas: i
             name="pause, reloading",
             seconds=2 * num_tensors * RELOAD_S_PER_TENSOR,
             how=f"2 x {num_tensors:,} tensors at {RELOAD_S_PER_TENSOR * 1e3:g} ms; only if kernels keep "
-            "an order of their own",
+            "them in another order",
         ),
     ]
 

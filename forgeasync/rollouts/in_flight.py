@@ -412,7 +412,7 @@ def group_turns(data: bytes) -> tuple[LoggedTurn, ...]:
     """
     log = decode(data)
     if log.num_torn_bytes:
-        raise ValueError(f"the last {log.num_torn_bytes} of {len(data)} bytes are no whole record")
+        raise ValueError(f"the last {log.num_torn_bytes} of {len(data)} bytes are not a whole record")
     live = LiveTurns(log.records)
     return tuple(turn for group_id in sorted(live.group_ids()) for turn in live.of_group(group_id))
 

@@ -72,7 +72,7 @@ class PayloadBudget:
         """Reserve ``worst_case_bytes`` for a group if they fit; return whether they did."""
         assert group_id not in self._reserved and group_id not in self._held, f"group {group_id} is present"
         assert worst_case_bytes <= self._capacity_bytes, (
-            f"group {group_id} asks for {worst_case_bytes} bytes of {self._capacity_bytes}: never to start"
+            f"group {group_id} asks for {worst_case_bytes} bytes of {self._capacity_bytes}: cannot start"
         )
         if self._num_bytes_held + self._num_bytes_reserved + worst_case_bytes > self._capacity_bytes:
             return False

@@ -215,7 +215,7 @@ class PayloadWriter:
 
     def __init__(self, folder: Path, host_id: str, capacity_bytes: int) -> None:
         """Write into ``folder`` of this host, at most ``capacity_bytes`` for all files together."""
-        assert folder.is_dir(), f"{folder} is no folder"
+        assert folder.is_dir(), f"{folder} is not a folder"
         self._folder = folder
         self._host_id = host_id
         self._capacity_bytes = capacity_bytes

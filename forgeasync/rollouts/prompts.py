@@ -203,7 +203,7 @@ def teacher_prompt(
         remedy = f"has ${error.args[0]}, which task {task.task_id} does not; must be of {names}"
         raise ValueError(remedy) from None
     except ValueError as error:
-        raise ValueError(f"is no template: {error}; write $$ for a dollar sign") from None
+        raise ValueError(f"is not a template: {error}; write $$ for a dollar sign") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,7 +176,7 @@ def _check_feedback(feedback: object) -> None:
         try:
             feedback.encode()
         except UnicodeEncodeError as error:
-            what = "must be text that UTF-8 can encode; fa.as_feedback makes any text such"
+            what = "must be text that UTF-8 can encode; fa.as_feedback converts any text"
             raise ValueError(f"feedback of a score {what}: {error}"[:300]) from None
 
 

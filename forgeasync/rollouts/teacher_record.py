@@ -141,7 +141,7 @@ def check_teacher_record(
     topk_TK = record.topk_TK
     if given_TK is not None:
         if not np.array_equal(record.ids_TK, given_TK):
-            raise WrongTeacherRecord(f"{where} gave log-probabilities of other ids than it was asked about")
+            raise WrongTeacherRecord(f"{where} gave log-probabilities of ids that were not requested")
         topk_TK = topk_TK[given_TK != NO_ID]
     for name, values in (("a token", record.logprobs_T), ("a likely id", topk_TK)):
         # Rounding can make a log-probability slightly positive.

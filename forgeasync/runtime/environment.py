@@ -190,7 +190,7 @@ class EpisodeTurns:
         with turn.waiting():
             move = await self._losses.until(lambda losses: losses.move_of(group_id, number))
         if move.generator is None:
-            raise EpisodeInterrupted("its generator is gone, and its group does not go on")
+            raise EpisodeInterrupted("its generator was lost, and its group was dropped")
         if self._number != number:
             return
         if any(not seen <= move.ended.get(episode, frozenset()) for episode, seen in self._seen.items()):
@@ -392,7 +392,7 @@ class EnvironmentActor(Actor):
             changes = {"max_response_tokens": max_tokens, "stop": (*config.sampling.stop, *stop)}
             sampling, limit_s = config.sampling.model_copy(update=changes), config.timeouts.generate_s
             if not self._generators:
-                raise EpisodeInterrupted("there is no generator at this moment")
+                raise EpisodeInterrupted("no generator is available")
             # Rotate, so that no session depends on a single generator.
             generator = self._generators[self._num_untrained % len(self._generators)]
             self._num_untrained += 1

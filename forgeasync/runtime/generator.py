@@ -92,7 +92,7 @@ class RefusedGroup:
     """A group that must not be trained on, or does not fit into the payload store."""
 
     problem: str | None
-    """The rollout and its problem; None: nothing failed, but nobody has scored it."""
+    """The rollout and its problem; None: nothing failed, but it has no score."""
     reason: DropReason = DropReason.BAD_RECORD
     outcomes: tuple[EpisodeOutcome, ...] = ()
     """All attempts at the group's episodes, if it has episodes."""

@@ -588,7 +588,7 @@ def check_host_limits(host: str, limits: HostLimits, needs: HostNeeds) -> Iterat
             field=f"host {name}: memory",
             value=f"{_gib(limits.available_bytes)} GiB available",
             remedy=f"must be {_gib(needs.buffer_bytes)} GiB and more for weights, payloads and copies for "
-            "checkpoints alone; ask for more (launcher.mem, launcher.resources), or spread the role over "
+            "checkpoints alone; request more (launcher.mem, launcher.resources), or spread the role over "
             "more hosts (launcher.hosts)",
         )
     if limits.num_rdma_devices and _is_lock_too_small(limits, needs):

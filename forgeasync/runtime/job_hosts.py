@@ -130,7 +130,7 @@ class HostAgent(Actor):
     def _watch(self) -> None:
         while time.monotonic() - self._heard_s < self._max_silence_s:
             time.sleep(WATCH_S)
-        print(f"nobody has called for {self._max_silence_s:.0f} s: the run is gone, and this host ends")
+        print(f"no controller has called for {self._max_silence_s:.0f} s: this host ends")
         try:
             self._host.remove_folders()
         finally:

@@ -296,7 +296,7 @@ ENDINGS = {
     "TIMEOUT": "has reached its time limit (launcher.time_limit, or the partition's)",
     "PREEMPTED": "was preempted by another job",
     "NODE_FAIL": "has lost a node",
-    "OUT_OF_MEMORY": "has used more memory than it asked for (launcher.mem)",
+    "OUT_OF_MEMORY": "has used more memory than it requested (launcher.mem)",
     "FAILED": "has failed",
     "BOOT_FAIL": "has failed: a node did not boot",
     "DEADLINE": "has reached its deadline",
@@ -354,8 +354,8 @@ class Submission:
         except DeadlineExceeded as late:
             raise LaunchFailed(
                 f"{self._name} has not started within {limit_s} s (launcher.start_timeout_s): it is "
-                f"{await self._state_and_reason()}. It is cancelled now. Allow it more time, or ask for "
-                f"less: it wants {_total_hosts(self._launcher)} nodes of partition {self._launcher.partition}"
+                f"{await self._state_and_reason()}. It was cancelled. Allow more time, or request "
+                f"less: it needs {_total_hosts(self._launcher)} nodes of partition {self._launcher.partition}"
             ) from late
         except RuntimeError as error:
             await self.require_present()

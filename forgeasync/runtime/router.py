@@ -236,7 +236,7 @@ class GeneratorRouter:
         )
 
     async def free_payloads(self, rollouts: Iterable[StoredRollout]) -> None:
-        """Free the arrays of whole groups that nothing will read any more.
+        """Free the arrays of whole groups that are not read again.
 
         Arrays of a lost generator are freed by its replacement, or else by its host.
         """

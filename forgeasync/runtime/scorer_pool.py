@@ -356,7 +356,7 @@ class ScoreQueue:
             )
         for score in scores:
             if not isinstance(score, Score):
-                raise TypeError(f"{job.name}: the scorer gave {score!r}, which is no Score")
+                raise TypeError(f"{job.name}: the scorer gave {score!r}, which is not a Score")
         return scores
 
 

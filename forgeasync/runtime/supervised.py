@@ -6,7 +6,7 @@ lost: its calls end with ``ProcessLost``, the process and everything that it has
 another one starts at its place. Failed starts are repeated until the restart budget is used up, which ends
 the run.
 
-Who waits for whom: a call waits for its answer or for the loss of its process; ``watch`` waits for nobody.
+Who waits for whom: a call waits for its answer or for the loss of its process; ``watch`` does not wait.
 """
 
 import asyncio

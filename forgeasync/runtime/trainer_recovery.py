@@ -362,7 +362,7 @@ class TrainerRecovery:
         """Wait for a trainer that is not lost.
 
         Raises:
-            Exception: no trainer will be started any more.
+            Exception: no trainer is started again.
         """
         living = self._life.until(lambda life: None if life.lost.is_set() else life)
         return await unless_lost(living, asyncio.shield(self._failure), _Lost)
@@ -402,7 +402,7 @@ class TrainerRecovery:
             self._life.wake()
             for fault in faults:
                 self._processes.faults.recovered(
-                    fault, f"was replaced; the trainer goes on after step {version}"
+                    fault, f"was replaced; the trainer continues after step {version}"
                 )
             return
         await kill_trainer(life.mesh)

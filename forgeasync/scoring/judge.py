@@ -128,7 +128,7 @@ def read_verdict(text: object, section: JudgeReward) -> JudgeVerdict:
     try:
         found = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise MalformedVerdict(f"is no JSON ({error}): {text[:100]!r}") from None
+        raise MalformedVerdict(f"is not JSON ({error}): {text[:100]!r}") from None
     if not isinstance(found, dict) or found.keys() != {"reason", "score"}:
         raise MalformedVerdict(f"must have exactly reason and score: {text[:100]!r}")
     points = found["score"]

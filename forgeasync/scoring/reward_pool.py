@@ -212,7 +212,7 @@ class RewardProcess:
             running = self._started()
         except ValueError as error:
             # The reward could be built when the run began.
-            raise RewardFailure(f"cannot be built any more: {error}") from error
+            raise RewardFailure(f"cannot be built again: {error}") from error
         request = {"task": dataclasses.asdict(task), "responses": list(map(dataclasses.asdict, responses))}
         number, future = running.request(request)
         limit_s = self._section.limit_s

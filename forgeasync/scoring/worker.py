@@ -198,7 +198,7 @@ class _PlainUnpickler(pickle.Unpickler):
     """Unpickler for numbers, texts and containers of them only."""
 
     def find_class(self, module_name: str, global_name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"{module_name}.{global_name} is no plain value")
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} is not a plain value")
 
 
 def plain_bytes(loaded: Any) -> bytes | None:

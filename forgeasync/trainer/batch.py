@@ -202,7 +202,7 @@ class TokenPlaces:
             # transformers takes a second to import, and only step rewards need it.
             from transformers import AutoTokenizer
 
-            assert self._folder is not None, "a trainer of rollouts is told where the tokenizer is"
+            assert self._folder is not None, "a trainer of rollouts knows where the tokenizer is"
             self._tokenizer = AutoTokenizer.from_pretrained(self._folder).backend_tokenizer
         starts_T = np.zeros(len(response_ids_T), np.int64)
         num_characters = 0

@@ -211,7 +211,7 @@ class PolicyTrainer:
                 )
             assert results[-1].bad is not None
             raise ValueError(
-                f"trainer.bad_steps: step {step} is to be rolled back, and this trainer takes no snapshots; "
+                f"trainer.bad_steps: step {step} must be rolled back, but this trainer takes no snapshots; "
                 f"must be skip or stop here. It is bad because {results[-1].bad.reason}"
             )
         tensors = self.state.tensors()

@@ -131,7 +131,7 @@ def test_a_run_can_be_resumed_twice_from_one_checkpoint_and_from_an_earlier_one(
     assert [one.undone_steps for one in book.resumptions] == [(), (1,), ()]
     assert book.open_prompts == {0: 0} and book.totals.step == 0
     assert book.totals.num_restarted == 1, "of the history that stands"
-    with pytest.raises(Contradiction, match="goes on from the checkpoint of step 1 in line 8"):
+    with pytest.raises(Contradiction, match="continues from the checkpoint of step 1 in line 8"):
         book.apply(resumed_from(8))
 
 

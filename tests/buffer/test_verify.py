@@ -162,7 +162,7 @@ def test_a_run_with_drops_and_a_resumption_is_proved(run: Path, verify: Verify) 
     assert said["compared_steps"] == 4
     code, out = verify(run / "ledger.jsonl")
     assert code == 0, out
-    assert f"resumed after step 2 (line {resumption['line']}): step 3 undone; no longer trained: " in out
+    assert f"resumed after step 2 (line {resumption['line']}): step 3 undone; training undone: " in out
     assert out.splitlines()[-1] == "every prompt has exactly one end; metrics.jsonl agrees in 4 steps"
 
 
@@ -205,7 +205,7 @@ def test_contradictions_and_missing_ledgers_have_codes_of_their_own(run: Path, v
         (3, {"dropped/unscored": 1}, "step 3 the metrics count 1 groups dropped as unscored, the ledger 0"),
         (2, {"trainer/num_skipped_steps": 0}, "step 2 the metrics count 0 skipped steps, the ledger 1"),
         (2, {"step": 1}, "is of step 1, as line 1 is"),
-        (4, {"step": 9}, "is of step 9, which is not trained by the ledger"),
+        (4, {"step": 9}, "is of step 9, which the ledger has not trained"),
         (2, {"ledger/num_events": 3}, "step 2 was recorded after line 3 of the ledger, but it was trained"),
         (1, {"ledger/num_events": 40}, "step 1 was recorded after line 40 of the ledger, but"),
         (1, {"dropped/stale": None}, "dropped/stale is None, not a count"),
@@ -265,7 +265,7 @@ def problem(run: Path, resumed: CheckpointedBuffer) -> str:
         ({"num_submitted": 4}, "number of submitted prompts: 4 in the checkpoint, 10 in"),
         ({"next_group_id": 3}, "next group: 3 in the checkpoint, "),
         ({"pending": (Submission(submission_id=1, task=make_task(1)),)}, "{1: 0} in the checkpoint, {} in"),
-        ({"trainer_version": 3}, "goes on from the checkpoint of step 3 in line"),
+        ({"trainer_version": 3}, "continues from the checkpoint of step 3 in line"),
     ],
 )
 def test_a_checkpoint_that_says_something_else_is_refused(

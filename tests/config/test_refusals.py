@@ -161,7 +161,7 @@ teachers={a: {model_path: t}} => teachers = ['a'] | no term of algorithm.terms u
 $TOPK; teachers={a: {model_path: t}, b: {model_path: t}}
     => teachers = ['a', 'b'] | source 'chain_sum' has a and b; must have exactly one
 $TOPK; teachers={a: {source: {ema: 0.1}, sources: [chain_sum]}, b: {source: {ema: 0.2}, sources: [x]}}
-    => teachers.b.sources = 'x' | is no source of data; must be of 'chain_sum'
+    => teachers.b.sources = 'x' | is not a data source; must be one of 'chain_sum'
 $TOPK; teachers={a: {source: {ema: 0.1}, sources: [chain_sum]}, b: {source: {ema: 0.2}, sources: [x]}}
     => teachers = [0.1, 0.2] | must be the same for every teacher with ema
 $TOPK; teachers={a: {model_path: t, prompt: $sibling $prompt}}; algorithm.group_size=1

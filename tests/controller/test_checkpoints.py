@@ -460,7 +460,7 @@ def test_where_nothing_can_be_saved_the_newest_checkpoint_is_named(tmp_path: Pat
 def test_sigterm_writes_a_checkpoint_if_there_is_time(tmp_path: Path, staged: StagedWeights) -> None:
     checkpoint = AsyncMock(return_value=9)
     words = save(make_rescue(tmp_path, _works, staged, checkpoint), signal.SIGTERM)
-    assert words.startswith("--resume latest goes on after step 9; the weights of step 9 are in ")
+    assert words.startswith("--resume latest continues after step 9; the weights of step 9 are in ")
     (tmp_path / "checkpoints" / "last").rmdir()
     assert save(make_rescue(tmp_path, _works, staged, checkpoint), signal.SIGINT).startswith("the w")
     assert checkpoint.call_count == 1

@@ -31,7 +31,7 @@ def test_what_cannot_be_asked_for_is_refused(change: str, words: str) -> None:
 
 
 def test_a_run_that_is_not_there_or_has_ended_is_named(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"must be the folder of a run that goes on; it has no procs\.json"):
+    with pytest.raises(Refused, match=r"must be the folder of a running run; it has no procs\.json"):
         ask(tmp_path, 2)
     (tmp_path / "procs.json").write_text(json.dumps({"controller": 2**22 + 1, "procs": []}))
     with pytest.raises(Refused, match="its process 4194305 has ended"):

@@ -53,7 +53,7 @@ def test_without_a_larger_max_steps_it_is_said_to_be_done(
     assert prepare_run(config_of(tmp_path, max_steps), "latest") is None and not resumed
     assert capsys.readouterr().out == (
         f"the run is done: it has made {NUM_STEPS} steps, and max_steps is {max_steps}; its model is "
-        f"{run_dir.checkpoints / 'final'}. To go on with it, give a larger max_steps\n"
+        f"{run_dir.checkpoints / 'final'}. To continue it, give a larger max_steps\n"
     )
     assert sorted(path.name for path in run_dir.path.rglob("*")) == before
     folder = run_dir.checkpoints / f"step-{NUM_STEPS:08d}"

@@ -53,7 +53,7 @@ async def test_rewards_of_steps_reach_the_groups_of_a_fleet() -> None:
     [
         (sampled(Step(end=10_000, value=1.0)), rollouts_of("taught"), "has steps that end at", 4),
         (sampled(), TeacherFailure(problem="it is gone"), "it is gone", 4),
-        (RefusedGroup(problem=None), rollouts_of("taught"), "group 0: nobody has scored it", 0),
+        (RefusedGroup(problem=None), rollouts_of("taught"), "group 0 was not scored", 0),
     ],
 )
 async def test_a_group_that_cannot_train_or_be_taught_is_left_out(

@@ -187,7 +187,7 @@ async def test_found_groups_are_those_that_are_whole_and_fit(tmp_path: Path) -> 
     assert [one.group.draw_id for one in found.groups] == [0, 1, 2] and found.batches == ((0, 1),)
     assert found.num_left_out == found.left_out[SkipReason.TORN] == 1 and found.num_prompts == 3
     assert list(found.messages(2)) == [
-        "3 finished groups come back from the disk; steps 3 to 3 are made again",
+        "3 finished groups are restored from disk; steps 3 to 3 are repeated",
         "1 finished groups are sampled again (torn 1)",
     ]
     remove_others(world.folder, [one.group.draw_id for one in found.groups])

@@ -115,7 +115,7 @@ def test_a_killed_controller_leaves_nothing_to_the_next_start(tmp_path: Path, st
     assert claim_run(config) == [] and not list(tmp_path.iterdir()), "no run was there"
     foreign = started(*SLEEP, start_new_session=True)
     with controller(tmp_path) as (process, (marked, listed, folder)):
-        with pytest.raises(ConfigError, match=rf"goes on at this moment \(process {process.pid} on "):
+        with pytest.raises(ConfigError, match=rf"is in progress \(process {process.pid} on "):
             claim_run(config)
         assert is_running(int(marked)) and is_running(int(listed))
         mark = json.loads(run_dir.lock.read_text())["mark"]
@@ -253,7 +253,7 @@ def test_latest_of_a_run_without_a_checkpoint_begins_anew_and_keeps_what_there_w
     (run_dir.checkpoints / "final").rmdir()
     resume, (line,) = resume_or_begin_anew(config, "latest")
     assert resume is None and line == (
-        "there is no checkpoint yet: the run begins anew; moved to metrics.cut-1.jsonl, ledger.cut-1.jsonl"
+        "without a checkpoint the run starts over; moved to metrics.cut-1.jsonl, ledger.cut-1.jsonl"
     )
     assert not run_dir.ledger.exists() and not run_dir.has_trained
     assert (run_dir.path / "ledger.cut-1.jsonl").read_text() == "{}\n"

@@ -74,7 +74,7 @@ async def test_a_loop_that_waits_for_ever_is_named_with_its_call_and_the_stacks(
             await asyncio.sleep(0.01)
         assert run.counters()["stall/num_found"] >= 1
         trainer.goes_on.set()
-        while not any("it is over" in line for line in told):
+        while not any("stall: ended" in line for line in told):
             await asyncio.sleep(0.01)
         trainer.may_end.set()
         await running
@@ -82,7 +82,7 @@ async def test_a_loop_that_waits_for_ever_is_named_with_its_call_and_the_stacks(
         process.kill()
         process.wait()
     assert any(
-        line.startswith("stall: nothing has moved for ") and "the run goes on" in line for line in told
+        line.startswith("stall: nothing has moved for ") and "the run keeps waiting" in line for line in told
     )
     (waits, *_) = [line for line in told if line.startswith("stall: the controller waits in ")]
     train = "GrpoRun.train (apps/grpo.py:"
@@ -90,7 +90,7 @@ async def test_a_loop_that_waits_for_ever_is_named_with_its_call_and_the_stacks(
     assert train in waits and call in waits
     assert "buffer.start.call_one" in waits, "what the other loops wait for"
     assert any(f"MainThread in {CALL} (" in line and line.startswith("stall: scorer 0 (") for line in told)
-    assert any(line.startswith("stall: it is over after ") for line in told)
+    assert any(line.startswith("stall: ended after ") for line in told)
 
 
 @pytest.mark.usefixtures("quickly")

@@ -186,7 +186,7 @@ def test_a_run_that_is_killed_comes_back_until_it_is_done(tmp_path: Path) -> Non
         for why in whys
         for event, words in (("detected", why), ("recovered", "came back"))
     ]
-    assert "there is no checkpoint yet: the run begins anew; moved to metrics.cut-1.jsonl" in err
+    assert "without a checkpoint the run starts over; moved to metrics.cut-1.jsonl" in err
     assert has_ended(run_dir) and newest_step(run_dir.metrics) == 3
 
 
@@ -310,7 +310,7 @@ def test_a_run_that_was_stopped_is_killed_and_comes_back(tmp_path: Path) -> None
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate()
         assert process.returncode == 143, err
-    silence = "has given no sign of life for timeouts.controller_s = 1 s"
+    silence = "has not sent a heartbeat for timeouts.controller_s = 1 s"
     assert events(folder) == [("detected", "controller", silence), ("recovered", "controller", "came back")]
     assert f"the run {silence}: killing it; it was stopped by a signal" in err and "MainThread in " in err
     assert "with --resume latest" in err

@@ -314,7 +314,7 @@ def test_a_signal_ends_the_run_cleanly(config_file: Path, tmp_path: Path, number
     last = err.splitlines()[-1]
     assert_saved(run_dir, last)
     if number is signal.SIGTERM:
-        step = re.search(r"--resume latest goes on after step (\d+)", last)
+        step = re.search(r"--resume latest continues after step (\d+)", last)
         assert step is not None and checkpoint_name(int(step[1])) in os.listdir(run_dir / "checkpoints")
     assert all(line["policy_version"] == line["step"] for line in read_lines(run_dir / "metrics.jsonl"))
     assert not folders_of(controller)

@@ -117,7 +117,7 @@ def test_a_killed_controller_goes_on_with_its_finished_groups(tmp_path: Path) ->
     assert restored <= set().union(*trained.values())
     if set().union(*lost.values()) <= on_disk.keys():
         assert len(again) == len(lost) and restored == finished, "all that was finished comes back"
-    assert f"{len(restored)} finished groups come back from the disk; steps {first_step + 1} to " in out
+    assert f"{len(restored)} finished groups are restored from disk; steps {first_step + 1} to " in out
 
     lines = read_lines(metrics)
     assert [line["step"] for line in lines] == list(range(num_steps + 1))

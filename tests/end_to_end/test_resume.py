@@ -166,7 +166,7 @@ def test_a_run_resumed_under_another_layout(config_file: Path, whole_run: Path, 
         str(interrupted / "checkpoints" / "step-00000002"),
     )
     out = finish_well(process)
-    assert "the config differs: the one before moved to config.cut-1.yaml; max_steps: 5 -> 3" in out
+    assert "the config differs; the earlier one moved to config.cut-1.yaml; max_steps: 5 -> 3" in out
     assert "trainer.parallel.expert: 2 -> 1, trainer.parallel.num_procs: 2 -> 1" in out
     line, whole = (read_lines(folder / "metrics.jsonl")[3] for folder in (interrupted, whole_run))
     assert line["loss"] == pytest.approx(whole["loss"], rel=1e-4, abs=1e-5)
@@ -223,7 +223,7 @@ def test_other_problems_under_the_same_names_are_refused(config_file: Path, inte
     arguments = ["--config", str(config_file), f"run_dir={interrupted}", "--resume", "latest"]
     code, _, err = run_here(*arguments)
     assert code == 2 and now.startswith("64 problems, ")
-    assert f"data = {now!r}: has become other data: the source must have 64 problems, of another day" in err
+    assert f"data = {now!r}: has changed: the source must have 64 problems, of another day" in err
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ DEEP_ARGUMENTS = r"messages\[1\].tool_calls\[0\]: its arguments are nested deepe
         ([user("x"), assistant("a"), "y"], r"messages\[2\] is 'y'; must read"),
         ([{"role": "user", "content": "x", "colour": 3}], r"messages\[0\] has \['colour'\]"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"must have parts of type 'text' only"),
-        (calling("{"), r"messages\[1\].tool_calls\[0\]: its arguments are no JSON: .*'\{'"),
+        (calling("{"), r"messages\[1\].tool_calls\[0\]: its arguments are not JSON: .*'\{'"),
         ([], "messages is empty"),
         (user("x"), "must be a list of messages"),
         (None, "must be a list of messages"),

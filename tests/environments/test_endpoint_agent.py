@@ -109,7 +109,7 @@ def test_calls_that_cannot_be_read_are_told_apart() -> None:
     ]
     problems = [one.problem for one in turn.broken_tool_calls]
     deep = "arguments of deep are nested deeper than 128"
-    words = ["are no JSON", "must be an object", "with a name", deep, deep]
+    words = ["are not JSON", "must be an object", "a named function", deep, deep]
     assert all(one in problem for one, problem in zip(words, problems, strict=True)), problems
     assert agent.num_faulty_calls == 5
     assert turn.text == "" and [one["id"] for one in turn.message["tool_calls"]] == ["c0", "c4"]

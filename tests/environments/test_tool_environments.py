@@ -79,7 +79,7 @@ def test_answers(text: str, answer: str, section: dict[str, Any], worth: float |
 
 
 def test_a_task_without_a_number_cannot_be_compared_by_numbers() -> None:
-    with pytest.raises(ValueError, match="answer 'Paris', which is no number"):
+    with pytest.raises(ValueError, match="answer 'Paris', which is not a number"):
         value("1", "Paris", match="number")
 
 

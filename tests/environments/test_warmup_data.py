@@ -230,7 +230,7 @@ def test_a_warm_up_for_another_environment_is_refused() -> None:
 
 def test_another_kind_of_problem_is_refused() -> None:
     task = Task(task_id="x", prompt="What is love?", answer="1", source_index=0, source="s")
-    with pytest.raises(ValueError, match="no chain_sum problem"):
+    with pytest.raises(ValueError, match="not a chain_sum problem"):
         worked_example(task)
 
 

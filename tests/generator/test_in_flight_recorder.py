@@ -216,7 +216,7 @@ def test_without_room_a_log_is_given_up_and_later_groups_begin_another(
         patch.setattr(in_flight, "_write", full)
         engine.step(0, output("a", [7], rows=range(3)))
         assert engine.recorder.num_failures == 1 and not engine.folder.exists()
-        assert "No space left on device" in caplog.text and "its 1 groups begin anew" in caplog.text
+        assert "No space left on device" in caplog.text and "its 1 groups start over" in caplog.text
         engine.recorder.open_group(2)
         assert engine.recorder.num_failures == 2 and engine.begin(2) is None
     # With room again, what has holes stays out.

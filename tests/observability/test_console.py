@@ -161,7 +161,7 @@ def test_a_console_that_nobody_reads_ends_no_run() -> None:
         console.part_done()
         console.end_phase()
         console.message("three")
-    assert log == ["one", "nobody reads the console any more: Broken pipe", "two", "three"]
+    assert log == ["one", "the console has been closed: Broken pipe", "two", "three"]
 
 
 # --- a terminal ---

@@ -168,7 +168,7 @@ def test_lines_fit_the_width(text: str) -> None:
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     write(tmp_path)
     (line,) = shown(tmp_path, None, as_json=False)
-    assert line.endswith("has no episode yet")
+    assert line.endswith("has no episodes")
     write(tmp_path, ROLLOUT)
     with (tmp_path / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 6, "gro')
@@ -181,8 +181,8 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     ("content", "number", "words"),
     [
         (None, None, "has neither rollouts.jsonl nor episodes.jsonl"),
-        ("no json\n", None, "line 1: no JSON"),
-        ("[]\n", None, "line 1: no JSON object"),
+        ("no json\n", None, "line 1: not JSON"),
+        ("[]\n", None, "line 1: not a JSON object"),
         ("{}\n", 1, "NUMBER = 1; the episodes of .* are 0 to 0"),
         ("", 0, "none: it is empty"),
     ],
@@ -194,5 +194,5 @@ def test_what_cannot_be_shown_is_said(
         (tmp_path / "rollouts.jsonl").write_text(content)
     with pytest.raises(NoEpisodes, match=words):
         shown(tmp_path, number, as_json=False)
-    with pytest.raises(NoEpisodes, match="is no folder"):
+    with pytest.raises(NoEpisodes, match="is not a folder"):
         shown(tmp_path / "nothing", None, as_json=False)

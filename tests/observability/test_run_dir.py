@@ -60,8 +60,8 @@ def test_folders_that_are_not_writable_are_refused() -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("", "is no folder of its own; name one"),
-        (".", "is no folder of its own; name one"),
+        ("", "is not a run's folder; name one"),
+        (".", "is not a run's folder; name one"),
         ("~/runs/x", "is not expanded; write the path out"),
         ("/tmp/" + 300 * "x", "File name too long"),
         ("/tmp/a\0b", "has a NUL in it"),
@@ -131,7 +131,7 @@ def test_the_folder_of_a_live_run_is_left_alone(tmp_path: Path) -> None:
     try:
         assert other.stdout.readline() == b"held\n"
         run_dir = RunDir(path=tmp_path)
-        who = rf"goes on at this moment \(process {other.pid} on {socket.gethostname()}, since 20\d\d-"
+        who = rf"is in progress \(process {other.pid} on {socket.gethostname()}, since 20\d\d-"
         with pytest.raises(ConfigError, match=who):
             run_dir.put_start_aside()
         with pytest.raises(ConfigError, match=who):

@@ -98,7 +98,7 @@ async def test_an_outage_of_several_files_is_one_fault(monkeypatch: pytest.Monke
         await faults.until_written([Writer("a", 3), Writer("b", 1)])
         counts = log.metrics()
         assert counts["faults/detected_storage"] == counts["faults/recovered_storage"] == number
-    assert told[0] == "a cannot be written (full): what is refused is kept and tried again"
+    assert told[0] == "a cannot be written (full): the data is kept, and the write repeated"
     assert told[1].startswith("a was written after ")
     assert faults.metrics()["faults/storage_wait_s"] > 0
 
@@ -230,5 +230,5 @@ def test_a_later_start_goes_on_in_the_same_file(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_refused(tmp_path: Path, line: str) -> None:
     file = tmp_path / "faults.jsonl"
     file.write_text(line + "\n")
-    with pytest.raises(ValueError, match=r"line 1 is no line of faults\.jsonl"):
+    with pytest.raises(ValueError, match=r"line 1 is not a line of faults\.jsonl"):
         FaultLog(file)

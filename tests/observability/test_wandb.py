@@ -120,7 +120,7 @@ def test_one_that_hangs_costs_its_lines_alone(tmp_path: Path, monkeypatch: pytes
             writer.write(make_step(step=step))
         assert wandb.num_errors == 10
         (words,) = said
-        assert words.startswith("W&B: does not take lines any more; the run goes on")
+        assert words.startswith("W&B: stopped accepting lines; the run continues")
     assert wandb.num_errors == 21, "all but the first"
     lines = read_json_lines(path)
     assert [line["step"] for line in lines] == list(range(1, 23))
@@ -132,7 +132,7 @@ def test_one_that_hangs_costs_its_lines_alone(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("what", "end_s", "words"),
     [
-        ("os._exit(3)", 3600.0, "has ended with exit code 3; the run goes on"),
+        ("os._exit(3)", 3600.0, "has ended with exit code 3; the run continues"),
         ("time.sleep(3600)", 0.1, "has not ended within 0.1 s; `wandb sync` sends what is in {folder}"),
     ],
 )
@@ -157,7 +157,7 @@ def test_why_it_cannot_begin_is_said(tmp_path: Path) -> None:
     wandb.close()
     wandb.close()
     (words,) = said
-    assert words.startswith("W&B: wandb.init: ") and "project" in words and "the run goes on" in words
+    assert words.startswith("W&B: wandb.init: ") and "project" in words and "the run continues" in words
     assert wandb.num_errors == 1
 
 

@@ -313,7 +313,7 @@ def test_an_episode_is_left_out_that_goes_on_after_lost_tokens() -> None:
 
 def test_half_of_a_group_is_refused() -> None:
     data = keep_group([make_turn(0, [2, 1])]).data
-    with pytest.raises(ValueError, match=f"the last 5 of {len(data) + 5} bytes are no whole record"):
+    with pytest.raises(ValueError, match=f"the last 5 of {len(data) + 5} bytes are not a whole record"):
         group_turns(data + bytes(5))
 
 

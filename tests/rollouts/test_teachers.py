@@ -109,7 +109,7 @@ def test_a_record_about_given_ids_says_nothing_where_there_is_none() -> None:
     missing = spoiled("topk_TK", np.nan, right)
     with pytest.raises(WrongTeacherRecord, match="nan of a likely id"):
         check(missing, given_TK=given_TK)
-    with pytest.raises(WrongTeacherRecord, match="of other ids than it was asked about"):
+    with pytest.raises(WrongTeacherRecord, match="of ids that were not requested"):
         check(right, given_TK=given_TK[:, ::-1])
     with pytest.raises(WrongTeacherRecord, match="an id outside of the vocabulary of 6"):
         check(right, vocab_size=6, given_TK=given_TK)
@@ -181,7 +181,7 @@ def test_what_the_task_has_is_filled_in_as_it_is() -> None:
     ("template", "said"),
     [
         ("$solution", r"\$solution, which task t7 does not; .* \$answer, \$sibling, \$feedback, \$hint"),
-        ("5 $ each", r"is no template: .*; write \$\$ for a dollar sign"),
+        ("5 $ each", r"is not a template: .*; write \$\$ for a dollar sign"),
     ],
 )
 def test_what_it_does_not_have_is_said(template: str, said: str) -> None:

@@ -265,7 +265,7 @@ def test_the_commit_and_whether_files_differ_from_it(tmp_path: Path, monkeypatch
     package.mkdir(parents=True)
     monkeypatch.setattr(run_log, "__file__", str(package / "run_log.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert run_log._commit() == f"none, {tmp_path} is no git repository"
+    assert run_log._commit() == f"none, {tmp_path} is not a git repository"
     (tmp_path / "file").write_text("a")
     identity = ["-c", "user.name=n", "-c", "user.email=e"]
     for command in (["init", "-q"], ["add", "file"], [*identity, "commit", "-qm", "m"]):

@@ -265,7 +265,7 @@ class TestGroupScoring:
             (RuntimeError("Traceback\n  line 1\nValueError: deep down"), "in 4 attempts.*ValueError: deep"),
             (scored(1.0), "group 17 has 2 responses, and the scorer gave 1 scores"),
             (scored(1.0, 1.0, 1.0), "group 17 has 2 responses, and the scorer gave 3 scores"),
-            (ScoredResponses(scores=(1.0, math.nan), counts=VerifierCounts()), "1.0, which is no Score"),
+            (ScoredResponses(scores=(1.0, math.nan), counts=VerifierCounts()), "1.0, which is not a Score"),
             (ProcessLost("process 7 was gone"), f"lost its scorer {MAX_LOST} times.*: process 7 was gone"),
             (AWAY, "scorer.max_unavailable_s = 0.1 s: the judge is down"),
         ],

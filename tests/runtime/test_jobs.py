@@ -462,7 +462,7 @@ def test_a_job_that_waits_too_long_is_cancelled_with_slurms_reason(commands: Pat
     pending = "Slurm job 7 is PENDING (QOSMaxNodePerUserLimit)"
     assert told[-1] == pending and told.count(pending) == 1, "once, as it does not change"
     assert words.startswith("Slurm job 7 has not started within 3 s (launcher.start_timeout_s): it is ")
-    assert "it is PENDING (QOSMaxNodePerUserLimit). It is cancelled now." in words
+    assert "it is PENDING (QOSMaxNodePerUserLimit). It was cancelled." in words
     assert "2 nodes of partition gpu" in words
     assert cancelled == "7\n"
 

@@ -329,7 +329,7 @@ class TestBeforeARun:
             ({}, (401, {}, '{"error": {"message": "no such key"}}'), "api_key_env", "no such key"),
             ({}, (404, {}, '{"error": {"message": "no model judge-1"}}'), "model", "no model judge-1"),
             ({}, (503, {}, "{}"), "base_url", "status 503"),
-            ({}, completion("I like it."), "model", "is no JSON"),
+            ({}, completion("I like it."), "model", "is not JSON"),
             ({"api_key_env": "NO_SUCH_KEY"}, verdict(5), "api_key_env", "NO_SUCH_KEY is not set"),
             ({"base_url": "http://127.0.0.1:1/v1"}, verdict(5), "base_url", "no connection"),
         ],

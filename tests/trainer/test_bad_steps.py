@@ -145,7 +145,7 @@ def a_step_that_is_skipped_or_ends_the_run_changes_neither_weights_nor_moments(w
     assert _differ(before, _state(stopping)) == ROWS_WERE_SEEN, "the last of its batch"
     assert result.ends_run and not result.is_rolled_back
     assert str(result.skip_reason).startswith("step 1 of 2: the loss of row ")
-    with pytest.raises(ValueError, match=r"trainer.bad_steps: step 1 is to be rolled back.* skip or stop"):
+    with pytest.raises(ValueError, match=r"trainer.bad_steps: step 1 must be rolled back.* skip or stop"):
         world.trainer(snapshots=False, on_nan="rollback").train_batch([_spoiled(first)])
 
 

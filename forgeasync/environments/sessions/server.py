@@ -440,7 +440,7 @@ def _parsed(raw: bytes) -> Mapping[str, Any]:
     try:
         body = parse_json(raw)
     except ValueError as error:
-        raise RequestError(f"the body is no JSON: {error}", code="invalid_json") from error
+        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise wrong("the body", body, "must be a JSON object")
     return body

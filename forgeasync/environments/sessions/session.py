@@ -437,7 +437,7 @@ class Session:
         for names, what in ((request.ignored, asks), (request.unknown, sends)):
             if names and what not in self._warned:
                 self._warned.add(what)
-                line = f"session %r: a client {what} (said once per session)"
+                line = f"session %r: a client {what} (logged once per session)"
                 _LOGGER.warning(line, self.name, ", ".join(names))
 
     async def _sample(self, request: InferenceRequest) -> InferenceResult:

@@ -69,7 +69,7 @@ def end_all_of_namespace() -> None:
     if os.getppid() != 0:
         # The parent is in the same namespace, so this is the host's namespace: the kill would hit all
         # processes of the user.
-        raise RuntimeError("this is not the supervisor of a box")
+        raise RuntimeError("this is not the supervisor of a sandbox")
     try:
         os.kill(-1, KILL)
     except ProcessLookupError:

@@ -124,7 +124,7 @@ class CodingTools:
         try:
             return (await self._sandbox.read(path, max_bytes=MAX_FILE_BYTES)).decode()
         except UnicodeDecodeError:
-            raise ToolFailed(f"Error: {path} is no UTF-8 text") from None
+            raise ToolFailed(f"Error: {path} is not UTF-8 text") from None
         except (FileNotFoundError, FileTooLarge, SandboxError, ValueError) as error:
             raise ToolFailed(f"Error: {error}") from None
 

@@ -237,7 +237,7 @@ class WorkerSessions:
         """Open a session for a client (``SessionOpener``)."""
         if self._is_over:
             raise RequestError(
-                "no session is opened any more, because the run has ended",
+                "the run has ended, so no session can be opened",
                 status=503,
                 code="run_over",
                 may_retry=False,

@@ -139,7 +139,7 @@ def _check_address(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
-    why = "with data.source.kind = 'served': nobody asks held-out problems"
+    why = "with data.source.kind = 'served': held-out problems have no client"
     if config.data.num_held_out:
         yield Problem(field="data.num_held_out", value=config.data.num_held_out, remedy=f"must be 0 {why}")
     if config.evaluation.sets:
@@ -162,7 +162,7 @@ def _check_algorithm(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             field="algorithm.advantage",
             value=algorithm.advantage.kind,
-            remedy="compares the rollouts of a group, and a served session has a group of its own: must be "
+            remedy="compares the rollouts of a group, and each served session is its own group: must be "
             "'reinforce_pp', which compares with the whole batch",
         )
     if buffer.stale_groups is not StaleGroups.DROP:
@@ -188,7 +188,7 @@ def _check_judge(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 field="agents",
                 value=", ".join(agents),
-                remedy="must be left out, or serving.score_from must have 'judge': nobody else asks them",
+                remedy="must be left out, or serving.score_from must have 'judge': only it uses them",
             )
     elif (
         agents is None

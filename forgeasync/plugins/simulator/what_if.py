@@ -58,7 +58,7 @@ class WhatIf:
     def verdict(self) -> str:
         """One line with the bottleneck of the run and the most helpful change."""
         if (best := self.best) is None:
-            return f"nothing that was tried brings {LEAST_GAIN:.0%} of {self.base.step_s:.3g} s a step"
+            return f"no change that was tried saves {LEAST_GAIN:.0%} of {self.base.step_s:.3g} s a step"
         return f"{best.bound}; {best.change}: {best.before_s:.3g} -> {best.after_s:.3g} s a step"
 
 

@@ -130,8 +130,8 @@ def read_record(file: Path, offset: int) -> dict[str, Any]:
         raise LineUnreadable(f"{file.name} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise LineUnreadable(
-            f"{file.name} has changed: a line is no longer at its offset ({error})"
+            f"{file.name} has changed: a line is not at its offset ({error})"
         ) from None
     if not isinstance(record, dict):
-        raise LineUnreadable(f"{file.name} has changed: a line is no longer at its offset")
+        raise LineUnreadable(f"{file.name} has changed: a line is not at its offset")
     return record

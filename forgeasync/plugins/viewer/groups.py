@@ -44,7 +44,7 @@ class Fate(StrEnum):
     SKIPPED = auto()
     """In the batch of a step that left the weights unchanged."""
     UNKNOWN = auto()
-    """In the batch of a step during which the run was told to stop."""
+    """In the batch of a step during which the run was stopped."""
     FILTERED = auto()
     DROPPED = auto()
     UNDONE = auto()

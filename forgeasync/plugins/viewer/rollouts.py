@@ -179,13 +179,13 @@ class TokenIndex(_LineIndex):
     def _read(self, step: int, key: RolloutKey, part: str, what: str) -> list[dict[str, Any]]:
         name = self._file.name
         if not len(self):
-            raise LineUnreadable(f"the run has no {name}: logging.rollouts_per_step is 0, or no step is done")
+            raise LineUnreadable(f"the run has no {name}: logging.rollouts_per_step is 0, or no step ended")
         found = self.find(step=step, group=key.group_id, episode=key.episode, agent=key.agent)
         if not found:
             raise LineUnreadable(f"{name} has no values of {what}")
         record = read_record(self._file, self._offsets[found[-1]])
         if record.get("step") != step:
-            raise LineUnreadable(f"{name} has changed: a line is no longer at its offset")
+            raise LineUnreadable(f"{name} has changed: a line is not at its offset")
         values = record.get(part)
         if not isinstance(values, list) or not all(isinstance(one, dict) for one in values):
             raise LineUnreadable(f"a line of {name} is damaged: {part} is not a list of objects")

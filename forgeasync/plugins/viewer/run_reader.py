@@ -158,7 +158,7 @@ class RunReader:
         """
         self.run_dir = run_dir = RunDir(path=path)
         if not path.is_dir():
-            raise NoRun(f"{path} is no folder; must be the folder of a run")
+            raise NoRun(f"{path} is not a folder; must be the folder of a run")
         files = (run_dir.metrics, run_dir.ledger, run_dir.config)
         if not any(file.is_file() for file in files):
             names = ", ".join(file.name for file in files)
@@ -274,7 +274,7 @@ def _settings_of(file: Path) -> tuple[dict[str, str], str | None]:
     except OSError as error:
         return {}, f"{file.name} cannot be read: {error.strerror}"
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        return {}, f"{file.name} is no YAML ({type(error).__name__})"
+        return {}, f"{file.name} is not YAML ({type(error).__name__})"
     if not isinstance(found, dict):
         return {}, f"{file.name} holds no keys"
     settings: dict[str, str] = {}
@@ -302,7 +302,7 @@ class Life(StrEnum):
 
     RUNNING = "running"
     ENDED = "ended"
-    """It ended in order: after its last step, when told to stop, or with an error that it reported."""
+    """It ended in order: after its last step, when it was stopped, or with an error that it reported."""
     DIED = "died"
     """It ended without a report."""
     ELSEWHERE = "elsewhere"
@@ -324,7 +324,7 @@ def run_life(lock: Path) -> tuple[Life, str]:
     if holder.has_ended:
         return Life.ENDED, f"in order; was {holder}"
     if holder.host != socket.gethostname():
-        return Life.ELSEWHERE, f"is {holder}; that machine cannot be asked from here"
+        return Life.ELSEWHERE, f"is {holder}; that machine cannot be checked from here"
     # A process that began later than the run only has the same id.
     if is_running(holder.pid, by_s=holder.since_s + CLOCK_SLACK_S):
         return Life.RUNNING, f"is {holder}"

@@ -438,7 +438,7 @@ async def _guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
     """Refuse requests with other host names than this machine's, and add the headers to every response."""
     if urlsplit(f"//{request.headers.get('Host', '')}").hostname not in ALLOWED_HOSTS:
         response: web.StreamResponse = _problem(
-            403, f"ask by one of the names {', '.join(sorted(ALLOWED_HOSTS))}"
+            403, f"use one of the names {', '.join(sorted(ALLOWED_HOSTS))}"
         )
     else:
         try:

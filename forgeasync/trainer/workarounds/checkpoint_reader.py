@@ -57,8 +57,8 @@ class SafeFileSystemReader(FileSystemReader):
                 metadata = _MetadataUnpickler(file).load()
             except _NotAdmittedError as error:
                 raise ValueError(
-                    f"{self._file} names {error}, which is no part of a checkpoint's metadata: it was not "
-                    "written by this package, and nothing of it was run"
+                    f"{self._file} names {error}, which is not part of a checkpoint's metadata: it was not "
+                    "written by this package, and none of it was run"
                 ) from None
             # Damaged bytes can raise anything in the classes above.
             except Exception as error:

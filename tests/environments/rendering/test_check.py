@@ -213,12 +213,12 @@ class Wrong(FamilyRenderer):
     ("fault", "check", "words"),
     [
         ("text tokenized again", "messages are only appended", "depends on how the last one was tokenized"),
-        ("newline left out", "what is appended is what rendering anew gives", "'<|im_start|>user"),
-        ("end written twice", "what is appended is what rendering anew gives", "gives other tokens"),
+        ("newline left out", "appending equals rendering from the start", "'<|im_start|>user"),
+        ("end written twice", "appending equals rendering from the start", "gives other tokens"),
         ("cut turn left open", "a turn that was cut is continued", "other tokens follow"),
         ("arguments lost", "turns survive being written and read", "is read as"),
         ("reasoning in the text", "turns survive being written and read", "is read as"),
-        ("raises", "whatever a model writes is read", "no text"),
+        ("raises", "every text of a model is parsed", "no text"),
     ],
 )
 def test_each_fault_is_found_and_shown(fault: str, check: str, words: str) -> None:

@@ -94,8 +94,8 @@ def test_a_tool_that_does_not_exist_is_called_all_the_same(family: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('{"name": "ping", "arguments": {', "no JSON object"),
-        ("{'name': 'ping'}", "no JSON object"),
+        ('{"name": "ping", "arguments": {', "not a JSON object"),
+        ("{'name': 'ping'}", "not a JSON object"),
         ('{"arguments": {}}', "names no tool"),
         ('["ping"]', "names no tool"),
         ('{"name": 5, "arguments": {}}', "names no tool"),

@@ -141,9 +141,9 @@ for _ in range(100_000):
         ({"weights": {"a": math.nan}}, "'weights.a'"),
         ({"weights": {"a": math.inf}}, "'weights.a'"),
         ({"options": {"deep": 1}}, "'options.deep'"),
-        ({"schema": "\ud800"}, "no JSON object"),
-        ({"schema": {"a": object()}}, "no JSON object"),
-        ({"weights": DEEP}, "no JSON object"),
+        ({"schema": "\ud800"}, "not a JSON object"),
+        ({"schema": {"a": object()}}, "not a JSON object"),
+        ({"weights": DEEP}, "not a JSON object"),
         ({"colour": "red"}, "there is no argument 'colour'"),
     ],
 )
@@ -220,7 +220,7 @@ def unresolved(value: "Nowhere") -> None:  # type: ignore[name-defined]  # noqa:
         (misdescribed, r"misdescribed: its docstring describes \['valve'\]"),
         (unresolved, "unresolved: its annotations cannot be read: .*Nowhere"),
         (lambda: None, "tool '<lambda>': a tool needs a name"),
-        (Point, "is no function"),
+        (Point, "is not a function"),
     ],
 )
 def test_what_cannot_be_described_is_named(function: Callable[..., object], told: str) -> None:

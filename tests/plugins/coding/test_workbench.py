@@ -61,7 +61,7 @@ def test_wrong_calls_are_told(told) -> None:
     wrong = [
         ("edit", often, f": old occurs 4 times in {prices}; must occur exactly once"),
         ("edit", {"path": prices, "old": "", "new": "x"}, ": old is empty; must be the text to replace"),
-        ("edit", {"path": "none.py", "old": "a", "new": "x"}, ": none.py: there is no such file in the box"),
+        ("edit", {"path": "none.py", "old": "a", "new": "x"}, ": none.py: there is no such file in the "),
         ("view", {"path": "shop"}, ": shop: is a folder"),
         ("view", {"path": prices, "start": 9}, f": lines 9 to end: {prices} has 5 lines"),
         ("write", {"path": "/usr/bin/x", "content": ""}, ": /usr/bin/x could not be written"),

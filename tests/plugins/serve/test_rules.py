@@ -160,8 +160,8 @@ def test_serve_needs_people(served: RunConfig) -> None:
 
 
 def test_nobody_comes_to_a_rehearsal_or_an_evaluation(served: RunConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.source\.kind = 'served': nobody comes"):
+    with pytest.raises(ConfigError, match=r"data\.source\.kind = 'served': a rehearsal has no clients"):
         rehearse(served, lambda config: None, on_hosts=False)
     endpoint = EndpointModel(base_url="http://127.0.0.1:1/v1", model="m")
-    with pytest.raises(ConfigError, match=r"data\.source\.kind = 'served': people bring"):
+    with pytest.raises(ConfigError, match=r"data\.source\.kind = 'served': its tasks come from clients"):
         prepare_evaluation(served, model=None, endpoint=endpoint, num_samples=None, out=tmp_path / "out")

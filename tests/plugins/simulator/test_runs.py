@@ -229,4 +229,4 @@ def test_where_nothing_helps_it_says_so() -> None:
     run = small_run(num_steps=10)
     found = what_if(run, simple_profile(lengths=FIXED, token_s=1e-6, between_s=100.0))
     assert found.best is None
-    assert found.verdict.startswith("nothing that was tried brings 2%")
+    assert found.verdict.startswith("no change that was tried saves 2%")

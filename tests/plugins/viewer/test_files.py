@@ -117,9 +117,9 @@ def test_settings_are_flat_and_of_any_version(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"a: [", "is no YAML"),
+        (b"a: [", "is not YAML"),
         (b"- 1\n", "holds no keys"),
-        (b"!!python/object/apply:os.system ['true']\n", "is no YAML"),
+        (b"!!python/object/apply:os.system ['true']\n", "is not YAML"),
         (b"a" * (1 << 21), "is not shown"),
         (None, "cannot be read: No such file"),
     ],

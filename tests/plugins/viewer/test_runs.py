@@ -133,7 +133,7 @@ def test_damage_is_counted_file_by_file_and_the_rest_is_shown(folder: Path) -> N
     (folder / "config.yaml").write_text("a: [")
     reader = read(folder)
     assert len(reader.problems) == 6
-    assert "config.yaml is no YAML (ParserError)" in reader.problems
+    assert "config.yaml is not YAML (ParserError)" in reader.problems
     for name in ("metrics.jsonl", "rollouts.jsonl", "faults.jsonl"):
         assert f"{name}: 1 damaged lines were left out" in reader.problems
     assert (reader.metrics.num_lines, len(reader.rollouts), len(reader.faults.faults)) == (6, 24, 2)
