@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forgeasync.config import ModelFacts, RunConfig, load_config, longest_response, resolve
+from forgeasync.controller import config_parser, parse_command_line
 from forgeasync.models import read_model_facts
 from forgeasync.planning import GPU_GIB
 from forgeasync.plugins.simulator import (
@@ -53,21 +54,17 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m apps.profile", description="Reads the times of a run, or plans the split of GPUs."
-    )
+    parser = config_parser("Reads the times of a run, or plans the split of GPUs.", needs_config=False)
     parser.add_argument("--run", type=Path, metavar="RUN_DIR", help="folder of the run whose times are read")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file of the profile to write")
     parser.add_argument("--plan", action="store_true", help="print splits and recommend one")
-    parser.add_argument("--config", action="append", metavar="FILE")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--gpus", type=_positive, help="GPUs of the run; on CPUs its processes")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--profile", type=Path, metavar="FILE", help="the file of a profile")
     source.add_argument(
         "--response-tokens", type=float, metavar="MEAN", help="plan for stated H100s and responses like these"
     )
-    arguments = parser.parse_intermixed_args(given)
+    arguments = parse_command_line(parser, given)
     has_source = arguments.profile is not None or arguments.response_tokens is not None
     if arguments.plan:
         if not arguments.config or arguments.gpus is None or not has_source:

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -127,23 +127,26 @@ def run_app(main: Callable[[RunConfig], None], *, description: str) -> int:
     return exit_code(lambda: main(load_config(arguments.config, arguments.overrides)))
 
 
-def config_parser(description: str) -> argparse.ArgumentParser:
+def config_parser(description: str, *, needs_config: bool = True) -> argparse.ArgumentParser:
     """Return a parser of ``--config FILE [--config FILE ...] [key.path=value ...]``; add options to it."""
     parser = argparse.ArgumentParser(prog=f"python -m apps.{Path(sys.argv[0]).stem}", description=description)
     files = "YAML file of the run; given again, each file is merged over the ones before it"
-    parser.add_argument("--config", action="append", required=True, metavar="FILE", help=files)
+    parser.add_argument("--config", action="append", required=needs_config, metavar="FILE", help=files)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=OVERRIDES)
     return parser
 
 
-def parse_command_line(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse this process's arguments; the error for an unknown option has the text to type instead."""
-    arguments, unknown = parser.parse_known_intermixed_args()
+def parse_command_line(
+    parser: argparse.ArgumentParser, given: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Parse ``given``, by default this process's arguments; errors have what to type instead."""
+    given = sys.argv[1:] if given is None else given
+    arguments, unknown = parser.parse_known_intermixed_args(given)
     if unknown:
         name, _, value = unknown[0].partition("=")
         options = re.findall(r"--[a-z-]+", parser.format_usage())
         similar = difflib.get_close_matches(name, options, n=1, cutoff=0.8)
-        following = [*sys.argv[sys.argv.index(unknown[0]) + 1 :], ""][0]
+        following = [*given[given.index(unknown[0]) + 1 :], ""][0]
         value = value or (following if re.fullmatch(r"[^-=][^=]*", following) else "")
         meant = f"did you mean {similar[0]}?" if similar else "see --help"
         if value and not similar:

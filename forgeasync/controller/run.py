@@ -285,9 +285,8 @@ async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -
                 )
                 started()
                 await run.run(manager, control)
-                final = run_dir.checkpoints.resolve() / FINAL
-                console.phase(f"writing {final}")
-                await export(run.trainer, final, prepared, run.storage)
+                console.phase(f"writing {run_dir.checkpoints / FINAL}")
+                await export(run.trainer, run_dir.checkpoints.resolve() / FINAL, prepared, run.storage)
                 await run.with_ledger(run.buffer.end.call_one())
                 await run.lifecycle.spiller.end()
         except BaseException as error:

@@ -129,13 +129,16 @@ async def start_roles(
         resume_from=None if resumed is None else resumed.folder,
         bad_steps=run_dir.bad_steps.resolve(),
     )
-    num_scorers = config.scorer.num_replicas
     has_environment = config.environment is not None
+    counts = {
+        "trainer": config.trainer.parallel.num_procs,
+        "generator": config.generator.num_replicas,
+        "scorer": config.scorer.num_replicas,
+        "buffer": 1,
+        "environment": config.episodes.num_workers if has_environment else 0,
+    }
     console.phase(
-        f"starting {config.trainer.parallel.num_procs} trainer processes, "
-        f"{config.generator.num_replicas} generators, "
-        f"{num_scorers} scorer{'s' if num_scorers > 1 else ''}, 1 buffer"
-        + (f", {config.episodes.num_workers} environment workers" if has_environment else ""),
+        "starting processes: " + ", ".join(f"{number} {role}" for role, number in counts.items() if number),
         num_parts=5 if has_environment else 4,
     )
     async with asyncio.TaskGroup() as starting:

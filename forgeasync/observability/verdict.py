@@ -273,7 +273,7 @@ def describe_bottleneck(measured: MeasuredSteps | None) -> str:
 
 
 def closing_lines(run_dir: RunDir, weights: Path, measured: MeasuredSteps | None) -> list[str]:
-    """Return three lines for people: what the run reached, what bounded it, and what to run next.
+    """Return lines for people: what the run reached, what bounded it, and commands to run next.
 
     ``weights`` is the folder of the last weights.
 
@@ -287,7 +287,9 @@ def closing_lines(run_dir: RunDir, weights: Path, measured: MeasuredSteps | None
     return [
         f"{_held_out_sentence(run_dir.metrics)}; weights: {weights}",
         describe_bottleneck(measured),
-        f"look at it: {view}; simulate changes: {profile}; plot its curves: {plot}",
+        f"  browse it:        {view}",
+        f"  plot its curves:  {plot}",
+        f"  find bottlenecks: {profile}",
     ]
 
 

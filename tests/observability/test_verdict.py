@@ -223,12 +223,12 @@ def test_the_last_words_say_how_accuracy_went(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     monkeypatch.chdir(tmp_path)
-    reached, bound, following = closing_lines(RunDir(path=Path("a run")), Path("its weights"), MEASURED)
+    reached, bound, *following = closing_lines(RunDir(path=Path("a run")), Path("its weights"), MEASURED)
     accuracy, weights = reached.split("; ")
     assert accuracy == "held-out accuracy went from 10.0% to 40.0% in 4 steps, which took 2.0 minutes"
     assert weights == "weights: its weights"
     assert bound == verdict_lines(MEASURED)[0]
-    view, profile, curves = (shlex.split(one.partition(": ")[2]) for one in following.split("; "))
+    view, curves, profile = (shlex.split(one.partition(": ")[2]) for one in following)
     assert view == ["bin/python", "-m", "apps.view", "a run"]
     assert profile[2:] == ["apps.profile", "--run", "a run", "--out", "profile.json"]
     # The link is not the environment that has our packages: the same arguments, run as a test runs them.
