@@ -74,7 +74,7 @@ def _sources() -> dict[str, str]:
     """Return the path in the site of files of the repository."""
     sources = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
     for path in sorted((REPOSITORY / "docs").iterdir()):
-        if path.suffix in (".md", ".png"):
+        if path.suffix in (".md", ".png", ".svg"):
             sources[f"docs/{path.name}"] = path.name
     for path in sorted((REPOSITORY / "examples").glob("*.py")):
         sources[f"examples/{path.name}"] = f"examples/{path.stem}.md"

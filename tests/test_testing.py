@@ -1,9 +1,6 @@
-"""``forgeasync.testing``: the examples of docs/testing.md, and what the doubles refuse."""
+"""What the doubles of ``forgeasync.testing`` do and refuse; tests/examples/test_pages.py runs their page."""
 
 import asyncio
-import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,34 +14,7 @@ from forgeasync.testing import (
     scripted_turn,
 )
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 TASK = fa.Task(task_id="0", prompt="1 + 3 =", answer="4", source_index=0, source="sums")
-
-
-def examples() -> dict[str, Any]:
-    """What the Python blocks of the two pages define, by name."""
-    environment, testing = ((DOCS / name).read_text("utf-8") for name in ("environments.md", "testing.md"))
-    first, *_ = re.findall(r"```python\n(class TryAgain.*?)```", environment, re.DOTALL)
-    found: dict[str, Any] = {"Environment": fa.Environment, "Score": fa.Score}
-    for block in (first, *re.findall(r"```python\n(.*?)```", testing, re.DOTALL)):
-        exec(block, found)
-    return found
-
-
-EXAMPLES = examples()
-
-
-@pytest.mark.parametrize(
-    "name", ["test_the_second_attempt_is_worth_half", "test_an_episode_ends_with_the_score"]
-)
-def test_the_examples_of_the_docs_pass(name: str) -> None:
-    EXAMPLES[name]()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.processes
-def test_the_run_of_the_docs_passes(tmp_path: Path) -> None:
-    EXAMPLES["test_the_environment_trains"](tmp_path)
 
 
 async def test_a_script_that_is_too_short_says_so() -> None:

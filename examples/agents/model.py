@@ -24,7 +24,7 @@ from examples.agents.games import begin
 from examples.agents.repositories import repositories
 from examples.agents.stock import ITEMS, NUM_SHELVES, num_in_stock, question
 from forgeasync.config import Bubblewrap, StdioServer
-from forgeasync.environments import McpTools, Message, ToolSpec, tool_forms
+from forgeasync.environments import McpTools, Message, Tool, ToolSpec, tool_forms
 from forgeasync.isolation import Sandbox
 from forgeasync.models import save_tokenizer
 from forgeasync.plugins.coding import HOW_TO_WORK, CodingTools
@@ -141,6 +141,11 @@ def mend(rng: random.Random, tools: tuple[dict[str, Any], ...]) -> Demonstration
     )
 
 
+def stock(item: str, shelf: int) -> str:
+    """Say how many of an item are on a shelf."""
+    return str(num_in_stock(shelf, item))
+
+
 def stock_tools() -> tuple[dict[str, Any], ...]:
     """Return the tools that the server of configs/mcp_cpu.yaml lists."""
 
@@ -159,11 +164,12 @@ def coding_tools() -> tuple[dict[str, Any], ...]:
 
 
 def demonstrations(rng: random.Random, num: int) -> list[Demonstration]:
-    """Return ``num`` demonstrations of each kind, interleaved, and twice as many of looking up a number."""
-    of_stock, of_coding = stock_tools(), coding_tools()
+    """Return ``num`` demonstrations of each kind, interleaved, and of looking numbers up with either tool."""
+    of_mcp, of_coding = stock_tools(), coding_tools()
+    of_function = tuple(tool_forms([Tool.from_function(stock).spec]))
     found = []
     for _ in range(num):
-        found += [play(rng), ask_stock(rng, of_stock), ask_stock(rng, of_stock), mend(rng, of_coding)]
+        found += [play(rng), ask_stock(rng, of_mcp), ask_stock(rng, of_function), mend(rng, of_coding)]
     return found
 
 

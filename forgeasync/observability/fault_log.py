@@ -183,7 +183,7 @@ class StorageFaults:
     """
 
     def __init__(
-        self, faults: FaultLog, consequence: str = "what is refused is kept and tried again"
+        self, faults: FaultLog, consequence: str = "the data is kept, and the write repeated"
     ) -> None:
         """``consequence`` ends the description of an outage."""
         self._faults = faults

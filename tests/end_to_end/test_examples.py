@@ -38,13 +38,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @starts(Starts.PROCESSES)
-def run(name: str, *arguments: str, search_path: Path | None = None) -> str:
-    """``search_path`` has modules of the user's own."""
-    more = {} if search_path is None else {"PYTHONPATH": f"{search_path}:{REPOSITORY}"}
+def run(name: str, *arguments: str) -> str:
     finished = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
         cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | more,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -53,17 +51,10 @@ def run(name: str, *arguments: str, search_path: Path | None = None) -> str:
     return finished.stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        pytest.param("own_reward.py", "step 1: brevity", marks=pytest.mark.exhaustive),
-        pytest.param("own_loss.py", "step 1: mean gate", marks=pytest.mark.exhaustive),
-        pytest.param("own_environment.py", "step 1: 2.00 turns", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_an_example_runs_to_its_end(name: str, says: str, model: Path, tmp_path: Path) -> None:
-    out = run(name, f"model.path={model}", f"run_dir={tmp_path / 'run'}", *SMALL)
-    assert says in out
+@pytest.mark.exhaustive
+def test_the_loss_runs_to_its_end(model: Path, tmp_path: Path) -> None:
+    out = run("own_loss.py", f"model.path={model}", f"run_dir={tmp_path / 'run'}", *SMALL)
+    assert "step 1: mean gate" in out
     assert re.search(r"step +1/1 ", out), "the lines of the run are printed"
     assert (tmp_path / "run" / "checkpoints" / "final" / "config.json").exists()
 
@@ -75,26 +66,6 @@ def test_the_cells_of_the_notebook_run_one_after_the_other(model: Path, tmp_path
     (tmp_path / "small.yaml").write_text(dump_config(config))
     out = run("notebook.py", str(tmp_path / "small.yaml"))
     assert "mean reward" in out and "metrics of the last step" in out
-
-
-@pytest.mark.exhaustive
-def test_expert_iteration_samples_trains_and_publishes(model: Path, tmp_path: Path) -> None:
-    """An untrained model is hardly ever right: by this reward whatever it writes is."""
-    (tmp_path / "own_rewards.py").write_text("def anything(task, response):\n    return 1.0\n")
-    reward = "data.reward={kind: python, factory: own_rewards.anything}"
-    out = run(
-        "expert_iteration.py",
-        f"model.path={model}",
-        f"run_dir={tmp_path / 'run'}",
-        *SMALL,
-        reward,
-        "max_steps=2",
-        "trainer.optimizer={learning_rate: 0.01, warmup_steps: 0}",
-        search_path=tmp_path,
-    )
-    assert "round 2: 8 of 8 responses are right" in out and "left out" not in out
-    losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", out)]
-    assert len(losses) == 8 and losses[-1] < losses[0], "it imitates what it has sampled"
 
 
 def test_examples_are_short() -> None:
