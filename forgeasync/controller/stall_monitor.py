@@ -104,4 +104,4 @@ class StallMonitor:
         for one, stack in zip(procs, stacks, strict=False):
             self._tell(f"stall: {one.role} {one.rank} (process {one.pid}): {stack}")
         if len(procs) > MAX_PROCS:
-            self._tell(f"stall: {len(procs) - MAX_PROCS} further processes are listed in procs.json")
+            self._tell(f"stall: {len(procs) - MAX_PROCS} further processes are listed in the run folder")

@@ -63,7 +63,9 @@ class Rank:
             return RESULT
         if name == "begin_staging":
             return 0.25
-        return SimpleNamespace(version=1, checksums=(), staging_s=0.5, patches=(), rank=0)
+        return SimpleNamespace(
+            version=1, checksums=(), staging_s=0.5, patches=(), rank=0, archive_refusal=None
+        )
 
     def __getattr__(self, name: str) -> Endpoint:
         async def call(*arguments: object) -> object:

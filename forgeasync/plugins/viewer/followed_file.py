@@ -129,9 +129,7 @@ def read_record(file: Path, offset: int) -> dict[str, Any]:
     except OSError as error:
         raise LineUnreadable(f"{file.name} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise LineUnreadable(
-            f"{file.name} has changed: a line is not at its offset ({error})"
-        ) from None
+        raise LineUnreadable(f"{file.name} has changed: a line is not at its offset ({error})") from None
     if not isinstance(record, dict):
         raise LineUnreadable(f"{file.name} has changed: a line is not at its offset")
     return record
