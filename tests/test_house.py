@@ -26,7 +26,7 @@ other rooms can see."""
 MAX_CODE = {
     "algorithms": 1008,
     "buffer": 2035,
-    "config": 2676,
+    "config": 2672,
     "controller": 4099,
     "environments": 6719,
     "generator": 3255,
