@@ -172,18 +172,18 @@ def test_the_score_decides_what_is_correct_where_the_server_does_not(score: floa
         ({"ending": "timeout"}, RuntimeError, "failed"),
         ({"ending": "bored", "score": 1.0}, RuntimeError, "must be one of completed, max_turns"),
         ({}, RuntimeError, "a completed episode needs a score"),
-        ({"score": "1"}, RuntimeError, "is no episode"),
+        ({"score": "1"}, RuntimeError, "is not an episode"),
         ({"score": 1.0, "parts": {"a b": 1.0}}, ValueError, "a b"),
-        ([1], RuntimeError, "is no episode"),
+        ([1], RuntimeError, "is not an episode"),
         ("x" * 2**21, RuntimeError, "more than 1,048,576 bytes"),
-        ({"score": True}, RuntimeError, "is no episode"),
+        ({"score": True}, RuntimeError, "is not an episode"),
         ({"score": 1e31}, ValueError, "finite, at most"),
         ({"score": 1.0, "parts": {"a": -1e31}}, ValueError, "finite, at most"),
         ({"score": 1.0, "parts": {f"a{number}": 1.0 for number in range(65)}}, ValueError, "at most 64"),
         ({"score": 1.0, "parts": {"mean": 1.0}}, ValueError, "mean"),
-        ({"ending": None, "score": 1.0}, RuntimeError, "is no episode"),
+        ({"ending": None, "score": 1.0}, RuntimeError, "is not an episode"),
         *(
-            (text, RuntimeError, "is no episode")
+            (text, RuntimeError, "is not an episode")
             for text in (
                 b'{"score": NaN}',
                 b'{"score": 1e999}',

@@ -133,7 +133,7 @@ async def test_what_decides_a_verdict_decides_the_cache(server: ChatServer) -> N
 
 MALFORMED = [
     "8",
-    "no JSON",
+    "not JSON",
     '{"score": 8}',
     '{"reason": "r", "score": "8"}',
     '{"reason": "r", "score": true}',
@@ -177,7 +177,7 @@ async def test_a_malformed_verdict_is_a_failed_attempt(server: ChatServer) -> No
     cut = completion('{"reason": "r", "sco', finish_reason="length")
     server.reply = in_turn(completion("eight"), cut, (200, {}, "<html>"), verdict(8))
     async with judging(section(server)) as judge:
-        for said in ("no JSON", "cut off", r"'judge' \(judge-1 at .*task t1, rollout 0.*no chat completion"):
+        for said in ("not JSON", "cut off", r"'judge' \(judge-1 at .*task t1, rollout 0.*no chat completion"):
             with pytest.raises(RewardFailure, match=said):
                 await judge.score(TASK, [response()], 0)
         assert judge.counts.num_judge_malformed == 3

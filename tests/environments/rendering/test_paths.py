@@ -163,7 +163,7 @@ def test_the_messages_of_others_cannot_be_bridged() -> None:
     talk = talk_begun()
     talk.say_text("a")
     before = list(talk.received)
-    with pytest.raises(BridgeRefused, match=r"messages\[3\] is an assistant's message .* render .* anew"):
+    with pytest.raises(BridgeRefused, match=r"messages\[3\] is an assistant's message .* render .* again"):
         talk.hear(user("y"), assistant("forged"), user("z"))
     assert talk.received == before
 
