@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torchstore
 from monarch.actor import Actor, concurrent_endpoint
 
 from forgeasync.config import BUILT_IN_TRANSPORTS, TransportChoice, WeightsSection
@@ -156,6 +157,9 @@ async def test_bfloat16_patches_arrive_through_segments(name: str, tmp_path: Pat
         await build_transport(name).start(processes.spawn_here)
         carrier = processes.spawn_here("carrier").spawn("carrier", Carrier)
         await carrier.carry.call_one(name, tmp_path)
+        if name == "torchstore":
+            # A process has one store, and another test may start it too.
+            await torchstore.shutdown()
     finally:
         await processes.close()
 
