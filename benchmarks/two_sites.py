@@ -17,8 +17,8 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -52,9 +52,8 @@ NUM_FIRST = 3
 """Fetches that do not count, because both sides start with whole versions."""
 
 
-@contextmanager
-def link_to(port: int) -> Iterator[int]:
-    """Forward connections to ``port`` of this machine, at the speed of the link; yields the port to use."""
+def link_to(port: int) -> int:
+    """Forward connections to ``port`` of this machine, at the speed of the link; returns the port to use."""
     loop, free_s = asyncio.new_event_loop(), 0.0
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_paced: bool) -> None:
@@ -84,14 +83,9 @@ def link_to(port: int) -> Iterator[int]:
                 pump(reader, to_trainer, is_paced=False), pump(from_trainer, writer, is_paced=True)
             )
 
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
     serving = asyncio.run_coroutine_threadsafe(asyncio.start_server(accept, "127.0.0.1", 0), loop)
-    try:
-        yield serving.result().sockets[0].getsockname()[1]
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+    return serving.result().sockets[0].getsockname()[1]
 
 
 @dataclass(slots=True)
@@ -158,29 +152,28 @@ async def run(
     publisher = WeightPublisher(named, torch.bfloat16, host_id="trainer", has_patches=is_exact)
     layout = WeightLayout(dtype=torch.bfloat16, ranks=(publisher.layout,))
     source = await publisher.open(folder, build_transport("tcp"), generator_hosts=frozenset({"generator"}))
-    with link_to(source.address.port) as port:
-        address = replace(source.address, addresses=("127.0.0.1",), port=port)
-        section = WeightsSection(transport="tcp", delta=delta)
-        source = replace(source, address=address)
-        fetcher = WeightFetcher(
-            layout=layout,
-            needed=[np.ones(publisher.layout.num_blocks, bool)],
-            num_bytes_needed=layout.num_bytes,
-            receive_buffer=ReceiveBuffer(folder / "received", layout),
-            transports=connect_transports(section, layout, [source], generator_host="generator"),
-            delta=is_exact,
-        )
-        sites = Sites(
-            weights=weights,
-            optimizer=torch.optim.AdamW(weights, lr=rate, weight_decay=0.0),
-            publisher=publisher,
-            exchange=WeightExchange(WeightLedger(lease_timeout_s=60.0)),
-            layout=layout,
-        )
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds), asyncio.TaskGroup() as both:
-                both.create_task(sites.train())
-                both.create_task(sites.generate(fetcher))
+    address = replace(source.address, addresses=("127.0.0.1",), port=link_to(source.address.port))
+    section = WeightsSection(transport="tcp", delta=delta)
+    source = replace(source, address=address)
+    fetcher = WeightFetcher(
+        layout=layout,
+        needed=[np.ones(publisher.layout.num_blocks, bool)],
+        num_bytes_needed=layout.num_bytes,
+        receive_buffer=ReceiveBuffer(folder / "received", layout),
+        transports=connect_transports(section, layout, [source], generator_host="generator"),
+        delta=is_exact,
+    )
+    sites = Sites(
+        weights=weights,
+        optimizer=torch.optim.AdamW(weights, lr=rate, weight_decay=0.0),
+        publisher=publisher,
+        exchange=WeightExchange(WeightLedger(lease_timeout_s=60.0)),
+        layout=layout,
+    )
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds), asyncio.TaskGroup() as both:
+            both.create_task(sites.train())
+            both.create_task(sites.generate(fetcher))
     times, shares, behind = zip(*sites.fetches[NUM_FIRST:], strict=True)
     return {
         "moved": statistics.median(shares),
