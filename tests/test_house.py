@@ -29,7 +29,7 @@ MAX_CODE = {
     "config": 2672,
     "controller": 4099,
     "environments": 6719,
-    "generator": 3255,
+    "generator": 3254,
     "isolation": 2462,
     "models": 2686,
     "observability": 2662,

@@ -56,7 +56,6 @@ from forgeasync.generator.workarounds.vllm_process import (
     compute_qwen3_5,
     expand_latents,
     gpu_share,
-    read_mxfp4,
     rotate_in_torch,
     text_overrides,
     unquantized,
@@ -192,8 +191,6 @@ class GeneratorEngine:
         """
         is_cpu = current_platform.is_cpu()
         adapt_process()
-        if unquantized(model_path) is not None:
-            read_mxfp4()
         if generator.batch_invariant:
             compute_batch_invariantly(is_cpu=is_cpu)
         if is_cpu:

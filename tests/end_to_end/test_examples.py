@@ -10,6 +10,7 @@ import pytest
 
 from forgeasync.config import dump_config, load_config
 from forgeasync.testing import write_tiny_model
+from tests.support.config_samples import SMALL_RUN
 from tests.support.tiers import Starts, starts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -18,17 +19,10 @@ EXAMPLES = REPOSITORY / "examples"
 MAX_LINES = 80
 
 SMALL = (
+    *SMALL_RUN,
     "max_steps=1",
-    "data.num_train=64",
     "data.num_held_out=4",
-    "data.source.options={min_terms: 2, max_terms: 4, min_digits: 1, max_digits: 1}",
     "evaluation.num_problems=4",
-    "algorithm.group_size=4",
-    "algorithm.groups_per_step=2",
-    "sampling.max_response_tokens=16",
-    "generator.kv_cache_gib=0.05",
-    "trainer.parallel={num_procs: 1, expert: 1}",
-    "trainer.tokens_per_row=512",
 )
 
 

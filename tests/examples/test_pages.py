@@ -26,6 +26,7 @@ from examples.agents.model import write_model
 from forgeasync.config import check_without_model, dump_config, load_config
 from forgeasync.observability import METRICS
 from forgeasync.testing import write_tiny_model
+from tests.support.config_samples import SMALL_RUN
 from tests.support.tiers import Starts, starts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -40,18 +41,11 @@ STARTS = re.compile(r"fa\.train\(|Fleet|httpx")
 """What a script does only in a whole run."""
 
 SMALL = (
-    "data.num_train=64",
+    *SMALL_RUN,
     "data.num_held_out=8",
-    "data.source.options={min_terms: 2, max_terms: 4, min_digits: 1, max_digits: 1}",
     "evaluation.num_problems=8",
     # A teacher reads one token more.
     "model.max_context_length=159",
-    "algorithm.group_size=4",
-    "algorithm.groups_per_step=2",
-    "sampling.max_response_tokens=16",
-    "generator.kv_cache_gib=0.05",
-    "trainer.parallel={num_procs: 1, expert: 1}",
-    "trainer.tokens_per_row=512",
     "trainer.optimizer={learning_rate: 0.01, warmup_steps: 0}",
     # A model of random weights is hardly ever right.
     "data.reward={kind: python, factory: own_rewards.anything}",

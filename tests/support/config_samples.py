@@ -74,6 +74,19 @@ HF_CONFIG: dict[str, object] = {
 }
 
 
+SMALL_RUN = (
+    "data.num_train=64",
+    "data.source.options={min_terms: 2, max_terms: 4, min_digits: 1, max_digits: 1}",
+    "algorithm.group_size=4",
+    "algorithm.groups_per_step=2",
+    "sampling.max_response_tokens=16",
+    "generator.kv_cache_gib=0.05",
+    "trainer.parallel={num_procs: 1, expert: 1}",
+    "trainer.tokens_per_row=512",
+)
+"""Overrides that make a shipped CPU config small enough for a test."""
+
+
 def minimal_config(*overrides: str) -> RunConfig:
     return load_config(MINIMAL_FILE, overrides)
 

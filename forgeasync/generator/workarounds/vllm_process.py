@@ -3,6 +3,7 @@
 Each function says what its change is for, and when it can go.
 """
 
+import functools
 import json
 import os
 import sys
@@ -153,10 +154,11 @@ def _without_quantization(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
+@functools.cache
 def read_mxfp4() -> None:
     """Make vLLM read gpt-oss's experts in MXFP4 into unquantized parameters, which can be updated.
 
-    Call in every process of an engine before it is built. Can go when vLLM dequantizes them.
+    Call in every worker before it loads a model. Can go when vLLM dequantizes them.
     """
     load = GptOssForCausalLM.load_weights
 
