@@ -1,4 +1,4 @@
-"""On-policy distillation: the policy learns from teachers' log-probabilities of its own responses.
+"""On-policy distillation: the policy learns from teachers' log-probabilities of responses that it sampled.
 
     python -m apps.distill --config FILE [--config FILE ...] [key.path=value ...]
         [--dry-run | --resume latest]

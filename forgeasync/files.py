@@ -1,8 +1,8 @@
 """Files that survive crashes and full disks, JSON lines, locks, and the mark on everything that a run starts.
 
-Once a controller is dead, the kernel no longer knows what it had started. The mark is an environment
-variable, which programs inherit, and a part of the names of a run's files in shared memory, so that a later
-start finds both.
+The kernel does not list the processes that a dead controller had started. Therefore every run has a mark. It
+is an environment variable, which programs inherit, and a part of the names of the run's files in shared
+memory. A later start finds both by it.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 """Errors after which the same write can succeed later."""
 
 UNFINISHED_SUFFIX = ".partial"
-"""Suffix of files that ``replacing`` has not written to their end."""
+"""Suffix of files that ``replacing`` has not completed."""
 
 LOOK_S = 0.05
 """Seconds between two attempts to lock a file."""
@@ -51,7 +51,7 @@ def is_refusal(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A write that the disk refuses for now."""
+    """A write that the disk refuses, and may accept later."""
 
     path: str
     reason: str
@@ -60,7 +60,7 @@ class Refusal:
 class AppendedFile:
     """A file that one process appends to, on a disk that may be full or fail for a while.
 
-    After a refused write the file ends with the last ``write`` that was complete. The refused bytes are kept,
+    After a refused write the file ends with the last complete ``write``. The refused bytes are kept,
     and the next call writes them first, so that nothing is lost or duplicated. After a failed flush, all
     bytes since the last successful one are kept, because Linux marks pages as written that are not.
     """
@@ -114,7 +114,7 @@ class AppendedFile:
 class JsonLines:
     """Appends objects to a file of JSON lines, each by one write, so that a process can die at any time.
 
-    Lines that the disk refuses are kept, and written once it takes them.
+    Lines that the disk refuses are kept in memory, and written when it accepts them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -131,7 +131,7 @@ class JsonLines:
         self._write(json.dumps(record, allow_nan=False).encode() + b"\n")
 
     def flush(self) -> Refusal | None:
-        """Write what was kept; return what is in the way."""
+        """Write the kept lines; return why the disk refuses them, or None."""
         return self._write(b"")
 
     def _write(self, data: bytes) -> Refusal | None:
@@ -208,11 +208,11 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, is_flushed: bool = False) -> Iterator[BinaryIO]:
-    """Yield an empty file that takes the name ``path`` once the body has written all of it.
+    """Yield an empty file that gets the name ``path`` once the body has completed it.
 
-    Until then it is called ``.<name>.partial``, and a file that has the name ``path`` stays as it is. If the
-    body or the disk fails, the partial file is removed. A process that is killed leaves it behind.
-    ``is_flushed``: the file is on the disk afterwards, name included.
+    Until then its name is ``.<name>.partial``, and an existing file ``path`` is unchanged. If the body or the
+    disk fails, the partial file is removed. A process that is killed leaves it behind. With ``is_flushed``,
+    the file and its name are on the disk afterwards.
 
     Raises:
         OSError: the disk refuses. Nothing has changed, unless only the last flush, that of the name, failed.
@@ -235,7 +235,7 @@ def replacing(path: Path, *, is_flushed: bool = False) -> Iterator[BinaryIO]:
 
 
 def publish_folder(partial: Path, folder: Path) -> None:
-    """Rename a folder after all of it is on the disk, so that whatever has the name ``folder`` is complete.
+    """Rename a folder after all of it is on the disk, so that a folder with the name ``folder`` is complete.
 
     Files in its subfolders must have been flushed before.
     """
@@ -250,7 +250,7 @@ class FileLocked(RuntimeError):
 
 
 def lock(descriptor: int, *, wait_s: float) -> bool:
-    """Lock an open file (flock). The kernel releases the lock when the process ends, in whatever way.
+    """Lock an open file (flock). The kernel releases the lock when the process ends for any reason.
 
     Returns whether the file system supports locks; some network file systems do not.
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 KlKind = Literal["forward", "reverse", "jsd"]
+"""``forward``: KL(teacher || student). ``reverse``: KL(student || teacher). ``jsd``: Jensen-Shannon."""
 
 
 def sampled_reverse_kl(student_T: torch.Tensor, teacher_T: torch.Tensor) -> torch.Tensor:
@@ -26,8 +27,12 @@ def sampled_reverse_kl(student_T: torch.Tensor, teacher_T: torch.Tensor) -> torc
     detached value as the cost of each token (``SampledReverseKl``). Source: k1 in Schulman, "Approximating KL
     Divergence", 2020.
 
+    Args:
+        student_T: Log-probabilities of the student.
+        teacher_T: Log-probabilities of the teacher.
+
     Raises:
-        ValueError: The shapes differ.
+        ValueError: The arguments do not have the same shape [T].
     """
     _require_same_shape(student_T, teacher_T, num_dimensions=1)
     return student_T - teacher_T.detach()
@@ -40,22 +45,31 @@ def topk_kl(
     kind: KlKind = "forward",
     tail: bool = True,
 ) -> torch.Tensor:
-    """Return the divergence of two distributions over K known ids, in nats [T], in the inputs' dtype.
+    """Return the divergence between student and teacher over K ids of each token, in nats [T].
 
-    ``forward`` is KL(teacher || student), ``reverse`` is KL(student || teacher), and ``jsd`` is the
-    Jensen-Shannon divergence, the mean of both KLs towards the mean distribution.
+        >>> student_TK = torch.tensor([[0.5, 0.5]]).log()
+        >>> teacher_TK = torch.tensor([[0.9, 0.1]]).log()
+        >>> fa.losses.topk_kl(student_TK, teacher_TK, kind="forward")
+        tensor([0.3681])
 
     With ``tail``, all other ids count as one further event with the remaining probability. The result is then
-    a lower bound of the divergence over the whole vocabulary (data processing inequality: Cover and Thomas,
-    "Elements of Information Theory", 2006, theorem 2.8.1), and equals it if K is the size of the vocabulary.
-    Without ``tail``, the result is the sum of the K terms, which can be negative.
+    a lower bound of the divergence over the whole vocabulary, and equals it if K is the size of the
+    vocabulary. Source: the data processing inequality (Cover and Thomas, "Elements of Information Theory",
+    2006, theorem 2.8.1). Without ``tail``, the result is the sum of the K terms, which can be negative.
 
     A tail probability below the dtype's resolution is replaced by that resolution, without a gradient. An id
     with log-probability -inf contributes 0 if it is -inf in the distribution that weights the sum, and
     infinity if only in the other one.
 
+    Args:
+        student_logprobs_TK: Log-probabilities of the student, which gets a gradient.
+        teacher_logprobs_TK: Log-probabilities of the teacher for the same ids, in the same dtype.
+        kind: ``forward`` is KL(teacher || student), ``reverse`` is KL(student || teacher). ``jsd`` is the
+            Jensen-Shannon divergence, the mean of both KLs towards the mean distribution.
+        tail: Whether to add the event of all other ids.
+
     Raises:
-        ValueError: The shapes differ, or ``kind`` is none of the three.
+        ValueError: The arguments do not have the same shape [T, K], or ``kind`` is none of the three.
     """
     _require_same_shape(student_logprobs_TK, teacher_logprobs_TK, num_dimensions=2)
     student_TK, teacher_TK = student_logprobs_TK, teacher_logprobs_TK.detach()

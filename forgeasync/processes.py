@@ -1,8 +1,8 @@
 """Processes of this machine: whether they run, which ones a run or a worker has started, how to end them.
 
-Once a process is dead, the kernel no longer says what it had started. A mark still does: a variable of the
-environment, which programs inherit. A run has one (``forgeasync.files.RUN_MARK``), and so does each
-environment worker and scorer.
+The kernel does not list the processes that a dead process had started. Therefore a run
+(``forgeasync.files.RUN_MARK``), each environment worker and each scorer has a mark, an environment variable
+that programs inherit.
 
 The peak memory of a process and its descendants, and the memory that a machine has available, come from
 /proc.
@@ -30,7 +30,7 @@ END_S = 10.0
 """Time limit for processes to end after SIGKILL."""
 
 LOOK_AGAIN_S = 0.02
-"""Seconds between two looks for processes."""
+"""Seconds between two searches for processes."""
 
 
 class NotEnded(RuntimeError):
@@ -52,7 +52,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_running(pid: int, *, by_s: float | None = None) -> bool:
-    """Whether this host has a process of that id which has not ended.
+    """Whether this host has a process with this id that has not ended.
 
     With ``by_s``, in seconds since 1970, it must have started by then: another one may get its id later.
     """
@@ -75,8 +75,8 @@ def mark_this_process() -> str:
 
 
 def own_mark() -> dict[str, str]:
-    """Return the variables with the marks of this process and of its run, for programs that get an
-    environment of their own."""
+    """Return the variables with the marks of this process and its run, for programs that do not inherit
+    them."""
     return {name: os.environ[name] for name in (WORKER_MARK, RUN_MARK) if name in os.environ}
 
 
@@ -104,9 +104,9 @@ def marked_processes(mark: str, variable: str = WORKER_MARK) -> list[psutil.Proc
 
 
 def started_by(native_id: int) -> list[psutil.Process]:
-    """Return the processes that a thread of this process has started and that still run, with all of theirs.
+    """Return the running processes that a thread of this process has started, directly or not.
 
-    Empty where the thread has ended: the kernel then no longer says what it has started.
+    Empty if the thread has ended, because the kernel does not list the processes of a dead thread.
     """
     try:
         started = Path(f"/proc/self/task/{native_id}/children").read_text().split()

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+"""Result of a coroutine."""
 
 
 class ScriptEnded(LookupError):
@@ -59,9 +60,12 @@ class ScriptEnded(LookupError):
 
 
 def scripted_turn(text: str = "", *calls: ToolCall, broken: Sequence[BrokenToolCall] = ()) -> Turn:
-    """Return a turn of one token with the text ``text`` and tool calls.
+    """Return a turn of one token, for a ``ScriptedAgent``.
 
-    ``broken`` are tool calls that cannot be parsed.
+    Args:
+        text: Text of the turn.
+        calls: Tool calls of the turn.
+        broken: Tool calls that cannot be parsed.
     """
     return Turn(
         text=text,
@@ -84,7 +88,12 @@ class ScriptedAgent:
     """
 
     def __init__(self, *turns: Turn | str, tool_limit_s: float = 300.0) -> None:
-        """``turns`` are the agent's turns in order. ``tool_limit_s`` stands for ``episodes.tool_s``."""
+        """Create an agent.
+
+        Args:
+            turns: Turns of the agent, in order; a string is a turn with this text.
+            tool_limit_s: Time limit of a tool call in seconds, in place of ``episodes.tool_s``.
+        """
         self._turns = [scripted_turn(turn) if isinstance(turn, str) else turn for turn in turns]
         self._num_turns = len(turns)
         self.tool_limit_s = tool_limit_s
@@ -151,8 +160,8 @@ class ScriptedAgent:
 class ScriptedGenerator:
     """Samples the texts of a script as tokens, and records the tokens of each path.
 
-    Call it as a generator: with a request that names the turn to continue and the tokens to append before the
-    new turn. ``paths`` then has the tokens that a trainer would get.
+    Call it with a ``TurnRequest``, as an episode does. The request names the turn to continue, and the tokens
+    to append before the new turn. ``paths`` then has the tokens that a trainer would get.
     """
 
     def __init__(
@@ -195,7 +204,11 @@ class ScriptedGenerator:
         return self.say([*before, *request.given_ids.tolist()])
 
     def say(self, before: Sequence[int] = ()) -> SampledTurn:
-        """Sample the next text of the script after the tokens ``before``."""
+        """Sample the next text of the script after the tokens ``before``.
+
+        Raises:
+            ScriptEnded: The script has no more texts.
+        """
         if not self._texts:
             raise ScriptEnded(f"the script has {self._num_texts} turns, and one more was asked for")
         text = self._texts.pop(0)
@@ -236,6 +249,9 @@ def run_episode(
         episodes: The config's section ``episodes``; its defaults if None.
         max_context_length: Maximum number of tokens of the conversation.
         limit_s: Time limit of the episode in seconds (``timeouts.episode_s``).
+
+    Returns:
+        The ending of the episode, the score of each agent, and the record of the conversation.
 
     Raises:
         ScriptEnded: The environment requested more turns than there are texts.
@@ -278,7 +294,15 @@ class _NoWaiting(selectors.SelectSelector):
 
 
 class HandClock:
-    """Clock whose time a test sets. Call it to get the time in seconds."""
+    """Clock whose time a test sets.
+
+        >>> clock = fa.testing.HandClock()
+        >>> clock.advance(2.5)
+        >>> clock()
+        2.5
+
+    A call returns the time in seconds, which begins at 0.
+    """
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -287,20 +311,31 @@ class HandClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Advance the clock."""
+        """Advance the clock by ``seconds``."""
         self._now_s += seconds
 
 
 class VirtualTime:
-    """Runs a coroutine on an event loop whose timers expire at once, while its clock advances to each."""
+    """Runs a coroutine on an event loop whose timers expire without waiting.
+
+        >>> time = fa.testing.VirtualTime()
+        >>> time.run(asyncio.sleep(3600.0, "done"))
+        'done'
+        >>> time.now_s()
+        3600.0
+
+    When nothing else is left to do, the loop's clock advances to the next timer.
+    """
 
     def __init__(self) -> None:
         self._selector = _NoWaiting()
 
     def now_s(self) -> float:
+        """Return the time of the clock in seconds."""
         return self._selector.now_s
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end, and return its result."""
         loop = asyncio.SelectorEventLoop(self._selector)
         loop.time = self.now_s  # type: ignore[method-assign]  # put in place of the loop's own clock
         try:
@@ -337,6 +372,7 @@ class HandTime(HandClock):
             await asyncio.to_thread(time.sleep, 0.001)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end, and return its result."""
         loop = asyncio.SelectorEventLoop(_WaitsForEvents())
         loop.time = self  # type: ignore[method-assign]  # put in place of the loop's own clock
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
@@ -413,7 +449,8 @@ def write_tiny_model(
 def tiny_config(model: Path) -> RunConfig:
     """Return the config of a run of three steps on sums, with two trainer processes and one generator.
 
-    ``model`` is a folder that ``write_tiny_model`` wrote.
+    Args:
+        model: Folder that ``write_tiny_model`` wrote.
     """
     return RunConfig(
         name="tiny",

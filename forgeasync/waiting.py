@@ -78,7 +78,7 @@ async def happens_within(limit_s: float, event: Awaitable[object]) -> bool:
 
 
 def forget(ended: "asyncio.Future[T]") -> None:
-    """Done callback that retrieves an error nobody will read, so that asyncio does not warn about it."""
+    """Done callback that retrieves an error without a reader, so that asyncio does not warn about it."""
     if not ended.cancelled():
         ended.exception()
 

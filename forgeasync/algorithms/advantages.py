@@ -55,7 +55,14 @@ class Advantage(Section):
 
     @abstractmethod
     def __call__(self, rewards_G: torch.Tensor) -> torch.Tensor:
-        """Return an advantage for each reward, finite floats [G]."""
+        """Return an advantage for each reward.
+
+        Args:
+            rewards_G: Rewards of a group, floating point. With ``over_batch``, those of a whole batch [N].
+
+        Returns:
+            Finite advantages, one for each reward.
+        """
 
     def of_batch(self, rewards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the advantages of each group of a batch, given the rewards [G] of each."""
@@ -68,6 +75,9 @@ class Advantage(Section):
 
 class Grpo(Advantage):
     """(r - mean) / (unbiased std + 1e-6) within a group; exactly 0 if all rewards are equal.
+
+        >>> fa.Grpo()(torch.tensor([1.0, 0.0, 0.0, 1.0]))
+        tensor([ 0.8660, -0.8660, -0.8660,  0.8660])
 
     Source: Shao et al., "DeepSeekMath", 2024, section 4.1.
     """
@@ -93,6 +103,9 @@ class DrGrpo(Advantage):
 
 class Rloo(Advantage):
     """r minus the mean of the group's other rewards.
+
+        >>> fa.Rloo()(torch.tensor([1.0, 0.0, 0.0]))
+        tensor([ 1.0000, -0.5000, -0.5000])
 
     Source: Ahmadian et al., "Back to Basics", 2024, equation 7.
     """
@@ -194,6 +207,7 @@ AnyAdvantage = Annotated[
     *SHORT_FORM,
     OWN_INSTANCE,
 ]
+"""Section ``algorithm.advantage`` of a config: one of the advantages above, or your own."""
 
 
 def normalized(values_N: torch.Tensor) -> torch.Tensor:
@@ -234,6 +248,10 @@ def step_advantages(step_rewards_G: Sequence[torch.Tensor], credit: StepCredit) 
     """Return the advantages of the steps of each rollout of a group, float64 [J].
 
     All are exactly 0 if all compared rewards are equal.
+
+    Args:
+        step_rewards_G: Rewards of the steps of each rollout, in order, each [J].
+        credit: Method that compares them.
     """
     match credit:
         case StepCredit.SUM_TO_GO:

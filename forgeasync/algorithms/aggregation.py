@@ -56,13 +56,25 @@ class Aggregation(Section):
     def summed(
         self, values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
     ) -> torch.Tensor:
-        """Return the numerator, a scalar, from the values where ``mask_T`` is True. Others may be nan."""
+        """Return the numerator, a scalar.
+
+        Args:
+            values_T: Losses of tokens, weighted. Where ``mask_T`` is False they may be nan.
+            mask_T: Whether each token is trained on, bool.
+            sequence_ids_T: Ids of sequences, int64. The tokens of one response share an id.
+        """
 
     @abstractmethod
     def count(
         self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, weights_T: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return this piece's contribution to the denominator ``total``, a scalar."""
+        """Return this piece's contribution to the denominator ``total``, a scalar.
+
+        Args:
+            mask_T: Whether each token is trained on, bool.
+            sequence_ids_T: Ids of sequences, int64. The tokens of one response share an id.
+            weights_T: Weight of each token's sequence, float32. None: 1 for all.
+        """
 
     def __call__(
         self,
@@ -73,7 +85,15 @@ class Aggregation(Section):
         weights_T: torch.Tensor | None = None,
         total: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
-        """Return a piece's share of the batch's loss, a scalar, differentiable in ``values_T``."""
+        """Return a piece's share of the batch's loss, a scalar, differentiable in ``values_T``.
+
+        Args:
+            values_T: Losses of tokens.
+            mask_T: Whether each token is trained on, bool.
+            sequence_ids_T: Ids of sequences, int64.
+            weights_T: Weight of each token's sequence, float32. None: 1 for all.
+            total: Sum of ``count`` over all pieces of the batch. None: the piece is the whole batch.
+        """
         import torch
 
         if total is None:
@@ -126,7 +146,10 @@ class SequenceMeanOfTokenMean(_SequenceAggregation):
 
 
 class SequenceMeanOfTokenSum(_SequenceAggregation):
-    """Sum over each sequence's tokens, then mean over sequences: the unmodified policy gradient."""
+    """Sum over each sequence's tokens, then mean over sequences: the unmodified policy gradient.
+
+    Source: Williams, "Simple Statistical Gradient-Following Algorithms", 1992.
+    """
 
     kind: Literal["sequence_mean_of_token_sum"] = "sequence_mean_of_token_sum"
 

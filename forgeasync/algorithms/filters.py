@@ -44,7 +44,15 @@ class Filter(Section):
 
     @abstractmethod
     def __call__(self, facts: GroupFacts, rng: np.random.Generator) -> Filtered:
-        """Return the rollouts to keep, as the result of ``GroupFacts.keep`` or ``GroupFacts.drop``."""
+        """Choose the rollouts of a group that train.
+
+        Args:
+            facts: Rewards, lengths and other facts of each rollout.
+            rng: Random numbers of this group, the same in a resumed run.
+
+        Returns:
+            The result of ``GroupFacts.keep`` or ``GroupFacts.drop``.
+        """
 
 
 class DynamicSampling(Filter):
@@ -180,6 +188,7 @@ AnyFilter = Annotated[
     Field(discriminator="kind"),
     OWN_INSTANCE,
 ]
+"""Entry of ``algorithm.filters`` of a config: one of the filters above, or your own."""
 
 
 def apply_filters(filters: Sequence[Filter], facts: GroupFacts, rng: np.random.Generator) -> Filtered:

@@ -59,7 +59,10 @@ def _log_ratios(row: RowTokens) -> torch.Tensor:
 
 
 class K1(KlEstimator):
-    """log(current / reference): unbiased, and negative for about half of the tokens."""
+    """log(current / reference): unbiased, and negative for about half of the tokens.
+
+    Source: Schulman, "Approximating KL Divergence", 2020.
+    """
 
     kind: Literal["k1"] = "k1"
 
@@ -68,7 +71,10 @@ class K1(KlEstimator):
 
 
 class K2(KlEstimator):
-    """Half the squared log ratio: biased, with low variance. Its expected gradient is that of the KL."""
+    """Half the squared log ratio: biased, with low variance. Its expected gradient is that of the KL.
+
+    Source: Schulman, "Approximating KL Divergence", 2020.
+    """
 
     kind: Literal["k2"] = "k2"
 
@@ -77,7 +83,10 @@ class K2(KlEstimator):
 
 
 class K3(KlEstimator):
-    """r - 1 - log r with r = reference / current: unbiased and never negative."""
+    """r - 1 - log r with r = reference / current: unbiased and never negative.
+
+    Source: Schulman, "Approximating KL Divergence", 2020.
+    """
 
     kind: Literal["k3"] = "k3"
 

@@ -219,7 +219,12 @@ class RowLoss:
 
 
 class Loss(Section):
-    """Components of a loss, and the loss as a function of rows. Sent as is to the trainer's processes."""
+    """Components of a loss, and the loss as a function of rows of packed tokens.
+
+        loss = fa.Loss(objective=fa.PpoClip(clip_high=0.28), corrections=(fa.TruncatedIs(cap=2.0),))
+
+    It is sent as it is to the trainer's processes.
+    """
 
     objective: AnyObjective = PpoClip()
     """Loss of a token."""

@@ -33,9 +33,17 @@ class FilterReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFacts:
-    """Facts about a scored group, the input of filters. Each tuple has one entry for each rollout."""
+    """Facts about a scored group, the input of filters.
+
+        >>> facts = fa.GroupFacts(rewards=(1.0, 0.0), lengths=(5, 9), is_truncated=(False, True))
+        >>> facts.keep([0]).num_dropped
+        1
+
+    Each tuple has one entry for each rollout.
+    """
 
     rewards: tuple[float, ...]
+    """Reward of each rollout."""
     lengths: tuple[int, ...]
     """Number of response tokens of each rollout."""
     is_truncated: tuple[bool, ...]
@@ -59,8 +67,14 @@ class GroupFacts:
     def keep(self, kept: Sequence[int], rewards: Sequence[float] | None = None) -> Filtered:
         """Return the decision to keep the rollouts at the indices ``kept``.
 
-        They train with ``rewards``, or with their present rewards if it is None. If ``kept`` is empty, the
-        decision is to drop the group for ``FilterReason.NONE_KEPT``.
+        If ``kept`` is empty, the decision is to drop the group for ``FilterReason.NONE_KEPT``.
+
+        Args:
+            kept: Indices of rollouts, increasing.
+            rewards: Rewards with which the kept rollouts train. None: their rewards in these facts.
+
+        Raises:
+            ValueError: The number of rewards is not that of the kept rollouts.
         """
         if len(kept) == 0:
             return self.drop(FilterReason.NONE_KEPT)

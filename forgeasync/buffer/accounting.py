@@ -1,9 +1,9 @@
 """Rollout accounting: measures how lost groups bias the training data, and corrects the bias with weights.
 
-The stratum of a group is its data source and the largest power of two at or below the length of its longest
-rollout, because the longest rollout decides how long a group takes. A response's length is its number of
-tokens, an episode's its milliseconds. A group is resolved when it was trained on or lost permanently. Two
-histograms count the rollouts of resolved groups over a trailing window: as submitted, where each group has
+The stratum of a group is its data source and the length of its longest rollout, rounded down to a power of
+two. The longest rollout decides how long a group takes. A response's length is its number of tokens, an
+episode's its milliseconds. A group is resolved when it was trained on or lost permanently. Two histograms
+count the rollouts of resolved groups over a trailing window: as submitted, where each group has
 weight 1, and as trained, with the weights of the batches. If nothing is lost, the two are equal and their
 distance is 0.
 

@@ -79,6 +79,7 @@ class Ended(LedgerEvent, frozen=True, kw_only=True, tag="ended"):
 
 
 AnyEvent = AnyPromptEvent | Opened | Checkpointed | Resumed | Ended
+"""An event of a ledger: of a prompt, or of the run."""
 
 # msgspec does not accept the alias AnyEvent, so the union is written out.
 _DECODER: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(

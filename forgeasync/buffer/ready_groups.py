@@ -53,9 +53,11 @@ class Deadlines:
         self._ids: dict[int, set[int]] = {}
 
     def add(self, group_id: int, deadline: int) -> None:
+        """Add a group with its deadline, a policy version."""
         self._ids.setdefault(deadline, set()).add(group_id)
 
     def remove(self, group_id: int, deadline: int) -> None:
+        """Remove a group that was added with this deadline."""
         self._ids[deadline].remove(group_id)
         if not self._ids[deadline]:
             del self._ids[deadline]
@@ -107,11 +109,13 @@ class EarliestDeadlineFirst:
         return self._num
 
     def add(self, group_id: int, deadline: int) -> None:
+        """Add a complete group with its deadline, a policy version."""
         heapq.heappush(self._heaps.setdefault(deadline, []), group_id)
         self._ids.setdefault(deadline, set()).add(group_id)
         self._num += 1
 
     def remove(self, group_id: int, deadline: int) -> None:
+        """Remove a group that was added with this deadline."""
         self._ids[deadline].remove(group_id)
         self._num -= 1
         if not self._ids[deadline]:
@@ -127,6 +131,7 @@ class EarliestDeadlineFirst:
                 return
 
     def pop(self, num_groups: int) -> list[int]:
+        """Remove ``num_groups`` groups, those with the earliest deadlines first, and return their ids."""
         taken: list[int] = []
         while len(taken) < num_groups:
             deadline = min(self._ids)

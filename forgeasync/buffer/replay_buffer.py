@@ -192,7 +192,11 @@ class Entry:
 
 
 class ReplayBuffer:
-    """Decides when groups start, train and are lost."""
+    """Decides when groups start, train and are lost: a pure state machine without clocks or files.
+
+    It holds references to groups, not their arrays. A group moves from pending over in flight and complete
+    to trained or lost. No group trains with an age above ``max_off_policy_steps`` (docs/staleness.md).
+    """
 
     def __init__(
         self,
@@ -453,6 +457,7 @@ class ReplayBuffer:
 
     @property
     def num_in_flight(self) -> int:
+        """Number of groups that were started and are not complete."""
         return self._num_in_flight
 
     @property
@@ -462,14 +467,17 @@ class ReplayBuffer:
 
     @property
     def num_complete(self) -> int:
+        """Number of complete groups that wait for a batch."""
         return len(self._entries) - self._num_in_flight
 
     @property
     def num_pending(self) -> int:
+        """Number of submitted prompts whose group has not started."""
         return len(self._submissions)
 
     @property
     def num_submitted(self) -> int:
+        """Number of prompts submitted so far, including those before the run was resumed."""
         return self._submissions.num_submitted
 
     def metrics(self) -> dict[str, float]:

@@ -66,6 +66,10 @@ class HuggingFaceSource(Section):
 class PythonSource(PythonCode):
     """Your own problems: a function ``(split, seed)`` that returns records.
 
+        def squares(split, seed):
+            numbers = range(100) if split == "train" else range(100, 120)
+            return [{"question": f"{number}^2 =", "answer": str(number**2)} for number in numbers]
+
     A record has the keys ``question`` and ``answer``, and any others. ``split`` is "train" or "held_out"; the
     same seed must give the same records. By default math-verify scores the responses.
     """
@@ -75,6 +79,7 @@ SourceSection = Annotated[
     ReasoningGymSource | HuggingFaceSource | PythonSource | InstalledSource,
     WithPlugins(PluginGroup.SOURCES),
 ]
+"""Section ``data.source`` of a config, also of an installed package."""
 
 
 def default_name(source: SourceSection) -> str:

@@ -278,6 +278,7 @@ class HttpServer(Section):
 
 
 McpServerSection = Annotated[StdioServer | HttpServer, Field(discriminator="kind")]
+"""An MCP server of ``environment: {kind: mcp}``."""
 
 McpServerName = Annotated[str, AfterValidator(_check_server_name)]
 
@@ -350,6 +351,7 @@ EnvironmentSection = Annotated[
     PythonTool | McpEnvironment | RemoteEnvironment | PythonCode | InstalledEnvironment,
     WithPlugins(PluginGroup.ENVIRONMENTS),
 ]
+"""Section ``environment`` of a config, also of an installed package."""
 
 
 def environment_name(section: EnvironmentSection) -> str:

@@ -157,6 +157,7 @@ class KubernetesLauncher(Section):
 
 
 RemoteLauncher = ProcessLauncher | SshLauncher | SlurmLauncher | KubernetesLauncher
+"""Launchers that start processes on hosts other than the controller's."""
 
 
 LauncherSection = Annotated[LocalLauncher | RemoteLauncher, Field(discriminator="kind")]

@@ -50,9 +50,16 @@ _KEY_PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> RunConfig:
     """Return the validated config of YAML files and overrides, both applied in order.
 
+        config = fa.load_config("configs/tiny_moe_cpu.yaml", ["max_steps=20", "trainer.tokens_per_row=4096"])
+
+    A run, also with ``--dry-run``, then checks rules across sections, and those that need the model or data.
+
+    Args:
+        paths: A YAML file, or several. Values of later files replace those of earlier ones.
+        overrides: Values that replace those of the files, as ``key.path=value`` with the value in YAML.
+
     Raises:
-        ConfigError: the config is invalid; lists all problems found. Rules across sections are checked later,
-            by ``forgeasync.models.rules.check_config``.
+        ConfigError: The config is invalid. The message lists all problems.
     """
     problems: list[Problem] = []
     config = _read_files([paths] if isinstance(paths, str | Path) else paths, problems)

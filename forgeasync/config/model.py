@@ -10,6 +10,8 @@ from forgeasync.schema import Refusal, Section
 
 
 class Dtype(StrEnum):
+    """Floating-point format of parameters and computations."""
+
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
@@ -29,11 +31,13 @@ class ModelSection(Section):
 
 
 EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")
+"""Linear layers of experts that can have adapters."""
 
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", *EXPERT_TARGETS)
 """Linear layers that can have adapters, by the last part of their names."""
 
 MAX_LORA_RANK = 512
+"""Maximum rank of an adapter, which vLLM allows."""
 
 
 class LoraSection(Section):
@@ -208,4 +212,5 @@ class ModelFacts:
 
     @property
     def value_head_dim(self) -> int:
+        """Dimension of a head's values, which differs from ``head_dim`` with latent attention."""
         return self.head_dim if self.latent is None else self.latent.value_head_dim

@@ -28,6 +28,7 @@ PART_NAME_RULE = (
     "up to 100 letters, digits, '_', '-', '.' or '/', beginning with a letter or digit, and none of "
     + ", ".join(sorted(RESERVED_PARTS))
 )
+"""Rule for the names of a score's parts, for messages."""
 
 
 def is_part_name(name: object) -> bool:
@@ -195,6 +196,7 @@ RewardSection = Annotated[
     ReasoningGymReward | MathReward | PythonReward | JudgeReward | ProcessRewardModel,
     Field(discriminator="kind"),
 ]
+"""Section ``data.reward`` of a config, or one of its entries."""
 
 
 def _form(value: object) -> str:

@@ -222,6 +222,7 @@ class WarmupSection(Section):
 
     @property
     def num_guesses_per_step(self) -> int:
+        """Number of examples of each step that guess: ``guesses_per_step`` or its default."""
         if self.guesses_per_step is not None:
             return self.guesses_per_step
         return round(self.direct_share * (self.examples_per_step - self.shown_per_step))

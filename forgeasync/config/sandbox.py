@@ -138,3 +138,4 @@ SandboxSection = Annotated[
     Field(discriminator="kind"),
     *SHORT_FORM,
 ]
+"""Section ``sandbox`` of a config: the backend of sandboxes with its options."""

@@ -60,6 +60,7 @@ class AveragedPolicy(Section):
 
 
 FORMS = "frozen, live, {every: N} with N from 1, or {ema: ALPHA} with ALPHA between 0 and 1"
+"""Allowed values of ``source`` of a teacher, for messages."""
 
 
 def _read(value: Any) -> Any:

@@ -59,6 +59,8 @@ class ParallelSection(Section):
 
 
 class ActivationCheckpointing(StrEnum):
+    """Which activations a backward pass computes again instead of storing them."""
+
     NONE = "none"
     SELECTIVE = "selective"
     FULL = "full"
@@ -219,6 +221,7 @@ class TrainerSection(Section):
 
     @property
     def shares_prefixes(self) -> bool:
+        """Value of ``share_prefixes``, with null replaced by its default."""
         return self.parallel.context == 1 if self.share_prefixes is None else self.share_prefixes
 
     @field_validator("routing_replay", mode="before")

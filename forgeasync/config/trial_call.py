@@ -33,9 +33,9 @@ def check_own_code(algorithm: AlgorithmSection) -> Iterator[Refusal]:
     """Yield problems of your own code that would end or silently spoil a run, at most one per part.
 
     Imports and runs the code. Every part is built with its options and called as in a run. Parts of a loss
-    get 8 tokens of 4 sequences (ratios around 1, advantages of both signs, one masked token whose sampled
-    values are nan) and an empty row, which some ranks get in a run. Advantages and filters get groups with
-    different and with equal rewards. Keys are relative to the section.
+    get 8 tokens of 4 sequences: ratios are around 1, advantages have both signs, and one token is masked with
+    nan as its sampled values. They also get an empty row, as some ranks do in a run. Advantages and filters
+    get groups with different and with equal rewards. Keys are relative to the section.
     """
     for key, part in algorithm.own_code().items():
         has_reference = algorithm.kl is not None or key.startswith("terms.")

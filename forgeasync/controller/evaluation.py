@@ -1,9 +1,11 @@
 """Evaluates a model on problems that are not trained on, during a run or without one.
 
-sample_problems       samples and scores rollouts of problems; used by all evaluations
-EvaluationSchedule    when a run evaluates, and whether training waits for it
-prepare_evaluation    checks an evaluation without a run (apps/evaluate.py) before any process starts
-EvaluationFolder      the files of an evaluation without a run: config, summary and episodes
+The parts:
+
+    sample_problems       samples and scores rollouts of problems; used by all evaluations
+    EvaluationSchedule    when a run evaluates, and whether training waits for it
+    prepare_evaluation    checks an evaluation without a run (apps/evaluate.py) before any process starts
+    EvaluationFolder      the files of an evaluation without a run: config, summary and episodes
 """
 
 import asyncio
@@ -463,12 +465,14 @@ COLUMNS = 120
 class EvaluationFolder:
     """Writes the files of an evaluation without a run; a context manager that closes ``episodes.jsonl``.
 
-    runs/evaluate-<name>-<time>/
-        config.yaml      the config that was evaluated
-        summary.json     every figure with its confidence interval
-        episodes.jsonl   every response or episode, in order of completion
-        artifacts/       files that episodes kept
-        logs/            output of the processes
+    The files:
+
+        runs/evaluate-<name>-<time>/
+            config.yaml      the config that was evaluated
+            summary.json     every figure with its confidence interval
+            episodes.jsonl   every response or episode, in order of completion
+            artifacts/       files that episodes kept
+            logs/            output of the processes
     """
 
     path: Path

@@ -44,7 +44,7 @@ def payload_budget(config: RunConfig, facts: ModelFacts) -> AsyncPayloadBudget:
 
 
 class GroupLifecycle:
-    """Applies each outcome of a group, and frees its memory and files when they are no longer needed."""
+    """Applies each outcome of a group, and frees its memory and files once nothing needs them."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class GroupLifecycle:
     async def commit(self, batch: Batch, *, trainer_wait_share: float, update: Update) -> None:
         """Commit a trained batch to the buffer, and free the groups that are too old for the new version.
 
-        The arrays of the batch stay until ``free`` is called, once the trainer no longer needs them.
+        The arrays of the batch stay until ``free`` is called, once the trainer has finished with them.
         """
         committed = await self._buffer.committed.call_one(trainer_wait_share, update)
         self.spiller.trained(batch.trainer_version + 1, batch.groups)

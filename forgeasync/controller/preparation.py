@@ -1,9 +1,11 @@
 """Checks a run's input before any process starts.
 
-prepare_run       claims the run's folder, and prepares a new or a resumed run
-prepare       checks everything, and loads the tokenizer and the tasks
-check         the checks that need neither the model's weights nor the data
-check_plan    the checks of a dry run: ``check`` and a sample of the data
+The parts:
+
+    prepare_run   claims the run's folder, and prepares a new or a resumed run
+    prepare       checks everything, and loads the tokenizer and the tasks
+    check         the checks that need neither the model's weights nor the data
+    check_plan    the checks of a dry run: check and a sample of the data
 """
 
 import asyncio

@@ -91,7 +91,7 @@ LINGER_S = 5.0
 def claim_run(config: RunConfig) -> list[str]:
     """Claim ``run_dir`` if it has an earlier run, and clean up that run's processes and shared memory.
 
-    Returns messages that say what was done.
+    Returns a message about each change.
 
     Raises:
         ConfigError: a run is in progress in the folder.
@@ -115,7 +115,7 @@ def claim_run(config: RunConfig) -> list[str]:
 def end_leftovers(run_dir: RunDir, before: Holder) -> list[str]:
     """Kill the processes of a dead controller's run, and remove the run's files in shared memory.
 
-    Returns messages that say what was done.
+    Returns a message about each change.
 
     Raises:
         NotEnded: a process does not end.
@@ -208,6 +208,7 @@ class Resumed:
 
     @property
     def buffer(self) -> ResumedBuffer:
+        """State with which the replay buffer of the resumed run starts."""
         return ResumedBuffer(
             checkpointed=self.state.checkpointed_buffer,
             batches=self.found.batches,
@@ -222,7 +223,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """Folders of a run; ``messages`` say what was done to the files of an earlier run."""
+    """Folders of a run, with ``messages`` about the files of an earlier run."""
 
     run_dir: RunDir
     checkpoints: Path
@@ -257,14 +258,14 @@ def check_checkpoint_folder(config: RunConfig, *, is_resumed: bool) -> Iterator[
 def begin_anew(run_dir: RunDir) -> list[str]:
     """Move aside the files of a run without a checkpoint; the caller must hold the folder's lock.
 
-    Returns messages that say what was done.
+    Returns a message about each change.
     """
     left = run_dir.put_all_aside()
     return [f"without a checkpoint the run starts over; moved to {', '.join(left)}"] if left else []
 
 
 def resume_or_begin_anew(config: RunConfig, choice: str | None) -> tuple[str | None, list[str]]:
-    """Return what to resume from (None: start from the beginning), and messages that say what was done.
+    """Return what to resume from (None: start from the beginning), and a message about each change.
 
     With ``latest``, a run that died before its first checkpoint starts from the beginning, unless it exported
     its model or wrote its checkpoints to a folder other than the config's. Call ``claim_run`` first, which

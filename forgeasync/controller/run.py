@@ -57,17 +57,19 @@ T = TypeVar("T")
 class RunLoops(ABC):
     """Base class of a run's loops, with the objects that they share.
 
-    trainer, generators, scorer, groups, buffer    the roles, in other processes
-    lifecycle      applies each outcome of a group to the buffer, the payload store and the run's files
-    filtering      filters of ``algorithm``
-    payloads       budget of the memory that groups reserve before they start
-    serving        serves new weights to the generators
-    evaluations    decides when to evaluate held-out problems, and whether training waits
-    checkpoints    writes checkpoints while training continues
-    recorder       writes metrics, rollouts and the console
-    sampled        queue of groups from the collecting loop to the scoring loop
-    storage        outages of disks with files that training waits for
-    stalls         reports a run that makes no progress
+    The attributes:
+
+        trainer, generators, scorer, groups, buffer    the roles, in other processes
+        lifecycle      applies each outcome of a group to the buffer, the payload store and the run's files
+        filtering      filters of the section algorithm
+        payloads       budget of the memory that groups reserve before they start
+        serving        serves new weights to the generators
+        evaluations    decides when to evaluate held-out problems, and whether training waits
+        checkpoints    writes checkpoints while training continues
+        recorder       writes metrics, rollouts and the console
+        sampled        queue of groups from the collecting loop to the scoring loop
+        storage        outages of disks with files that training waits for
+        stalls         reports a run that makes no progress
     """
 
     def __init__(

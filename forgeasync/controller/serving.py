@@ -47,6 +47,7 @@ class WeightServing:
 
     @property
     def ledger(self) -> WeightLedger:
+        """State of the staging buffers: versions, readers and leases."""
         return self._exchange.state
 
     def loops(self) -> list[Coroutine[None, None, None]]:

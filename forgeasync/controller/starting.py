@@ -307,13 +307,13 @@ async def start_sampling(
 
 
 class Fleet:
-    """The processes of a config, started and connected, for a training loop of your own.
+    """The processes of a config, started and connected, for your own training loop.
 
     Nothing runs by itself: your loop samples, trains and publishes in its own order. Generators sample with
     the last published weights. Teachers, if the config has any, evaluate every sampled group. To train and
     sample concurrently, with a replay buffer in between, see apps/grpo.py.
 
-        async with Fleet.start(config) as fleet:
+        async with fa.Fleet.start(config) as fleet:
             groups = await fleet.sample(fleet.next_tasks(24))
             await fleet.train(fleet.items(groups))
             await fleet.free(groups)
@@ -354,13 +354,17 @@ class Fleet:
     ) -> AsyncIterator["Fleet"]:
         """Check the config, start its processes, and end them when the ``async with`` block ends.
 
-        ``loss`` replaces the loss of ``config.algorithm``. The trainer begins with the checkpoint in
-        ``resume_from``; call ``publish`` to give its weights to the generators. Logs of the processes are in
-        the run's folder.
+        Logs of the processes are in the run's folder.
+
+        Args:
+            config: Config of the run.
+            loss: Loss in place of that of ``config.algorithm``.
+            resume_from: Folder of a checkpoint with which the trainer begins. Call ``publish`` to give its
+                weights to the generators.
 
         Raises:
-            ConfigError: lists every problem, before any process starts.
-            ActorDied: a process has died; inside an exception group if that happens during the block.
+            ConfigError: The config is wrong. The message lists all problems, before any process starts.
+            ActorDied: A process has died; inside an exception group if that happens during the block.
         """
         raise_if_any(_unused(config))
         if loss is not None:

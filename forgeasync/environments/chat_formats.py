@@ -331,7 +331,11 @@ class TemplateRenderer(ChatRenderer):
         tokenizer: "PreTrainedTokenizerBase",
         template_arguments: Mapping[str, int | float | bool | str] | None = None,
     ) -> None:
-        """Raises ValueError if the tokenizer has no template."""
+        """Create a renderer of the tokenizer's template.
+
+        Raises:
+            ValueError: The tokenizer has no template.
+        """
         if tokenizer.chat_template is None:
             raise ValueError(
                 f"data.chat_template = true: the tokenizer of {tokenizer.name_or_path!r} has no template; "

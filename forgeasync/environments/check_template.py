@@ -215,7 +215,11 @@ class _Checker:
         )
 
     def find_features(self) -> TemplateFeatures:
-        """Return what the format can express. Raises ValueError if it cannot render even a plain prompt."""
+        """Return what the format can express.
+
+        Raises:
+            ValueError: It cannot render even a plain prompt.
+        """
         prompt = (user("2 + 2 ="),)
         rendered_at_once(self._renderer, prompt, ())
         if not self._texts:

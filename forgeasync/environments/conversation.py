@@ -89,7 +89,7 @@ class ConversationTree(Generic[KeptT]):
     _turns: list[AnsweredMessages[KeptT]] = field(default_factory=list)
     _root: _Node[KeptT] = field(default_factory=_Node)
     _by_answer: dict[Hashable, list[AnsweredMessages[KeptT]]] = field(default_factory=dict)
-    """The turns by ``lookup_key`` of their own messages."""
+    """The turns by ``lookup_key`` of the message that each one added."""
 
     @property
     def num_turns(self) -> int:

@@ -78,7 +78,7 @@ class Turn:
     num_tokens: int
     """Number of sampled tokens, including those of reasoning and tool calls."""
     finish_reason: FinishReason
-    """``stop``: the model ended its turn; ``length``: it was cut at ``sampling.max_response_tokens`` or at
+    """``stop``: the model ended its turn. ``length``: it was cut at ``sampling.max_response_tokens`` or at
     the end of the context."""
     stop_text: str | None = None
     """Text of ``stop`` or ``sampling.stop`` that ended the turn; ``text`` ends before it. None if something
@@ -86,6 +86,7 @@ class Turn:
     reasoning: str | None = None
     """Reasoning before the text; None if the model's format does not separate it, or there is none."""
     tool_calls: tuple[ToolCall, ...] = ()
+    """Tool calls, in order. Run them with ``run_tools`` or ``Toolbox.call``."""
     broken_tool_calls: tuple[BrokenToolCall, ...] = ()
     """Tool calls that cannot be parsed. ``message`` does not have them, so report them to the model."""
     num_prompt_tokens: int = 0
@@ -126,14 +127,20 @@ class RespondingAgent(Protocol):
     ) -> Turn:
         """Sample the model's next turn.
 
-        ``messages`` are the whole conversation so far; a string is one user message that begins a
-        conversation. If they continue a conversation that this agent has answered, only the new messages are
+        If the messages continue a conversation that this agent has answered, only the new messages are
         tokenized, after the sampled tokens. Any other messages begin a branch: another conversation, the same
-        messages again, or a history with changed, removed or inserted messages. Calls may overlap. ``tools``
-        are the tools that the model may call.
+        messages again, or a history with changed, removed or inserted messages. Calls may overlap.
 
-        ``max_tokens`` limits the turn in addition to ``sampling.max_response_tokens``. The turn also ends at
-        the first text of ``stop``.
+            turn = await agent.respond([{"role": "user", "content": "2 + 2 ="}])
+            messages = [{"role": "user", "content": "2 + 2 ="}, turn.message]
+
+        Args:
+            messages: The whole conversation so far, as for Chat Completions. A string is one user message
+                that begins a conversation.
+            tools: Tools that the model may call.
+            max_tokens: Maximum number of tokens of the turn, in addition to
+                ``sampling.max_response_tokens``.
+            stop: Texts, each of which ends the turn.
 
         Raises:
             ContextFull: There is no room for another turn.
@@ -236,22 +243,22 @@ class Environment(ABC):
 
     A complete example with two turns, which lets the model correct a wrong answer:
 
-        from forgeasync.environments.environment import Agent, Environment
-        from forgeasync.rollouts.score import Score
+        import forgeasync as fa
 
-        class TryAgain(Environment):
+
+        class TryAgain(fa.Environment):
             def __init__(self, second_chance: float = 0.5) -> None:
                 self.second_chance = second_chance
 
-            async def rollout(self, task: Task, agent: Agent) -> Score:
+            async def rollout(self, task: fa.Task, agent: fa.Agent) -> fa.Score:
                 messages = [{"role": "user", "content": task.prompt}]
                 turn = await agent.respond(messages)
                 if turn.text.strip() == task.answer:
-                    return Score(value=1.0, is_correct=True)
+                    return fa.Score(value=1.0, is_correct=True)
                 messages += [turn.message, {"role": "user", "content": "Wrong, try again."}]
                 turn = await agent.respond(messages)
                 is_correct = turn.text.strip() == task.answer
-                return Score(value=self.second_chance * is_correct, is_correct=is_correct)
+                return fa.Score(value=self.second_chance * is_correct, is_correct=is_correct)
 
     The section of this environment in the config, where ``options`` are the arguments of ``__init__``:
 
@@ -276,7 +283,15 @@ class Environment(ABC):
 
     @abstractmethod
     async def rollout(self, task: Task, agent: Agent) -> Score:
-        """Run one episode, with at least one turn of the agent, and return its score."""
+        """Run one episode, with at least one turn of the agent.
+
+        Args:
+            task: Task of the episode.
+            agent: The model. With ``agents`` in the config, an object with an agent for each name.
+
+        Returns:
+            Score of the episode, with which all of its sampled tokens train.
+        """
 
     async def __call__(self, task: Task, agent: Agent) -> Score:
         """Call ``rollout``."""
@@ -303,7 +318,9 @@ class Response:
     """A response, as passed to a reward. Never execute the text, which a model wrote."""
 
     text: str
+    """Text of the response, without special tokens."""
     num_tokens: int
+    """Number of sampled tokens."""
     finish_reason: FinishReason
     """``LENGTH`` if the response was cut at ``sampling.max_response_tokens``."""
 
@@ -340,21 +357,27 @@ class Reward(ABC):
 
     A function, in ``my_rewards.py`` in a folder of PYTHONPATH:
 
-        def brevity(task, response):
+        import forgeasync as fa
+
+
+        def brevity(task: fa.Task, response: fa.Response) -> float:
             return 1.0 if response.num_tokens < 100 else 0.0
 
     A class, which gets ``options`` as keyword arguments. Its ``__call__`` may be a coroutine that waits for a
     server; up to 64 calls run concurrently in a process.
 
-        class Judge(Reward):
-            def __init__(self, url, best=5.0):
+        import forgeasync as fa
+        import httpx
+
+
+        class Judge(fa.Reward):
+            def __init__(self, url: str, best: float = 5.0) -> None:
                 self.client, self.best = httpx.AsyncClient(base_url=url), best
 
-            async def __call__(self, task, response):
-                reply = await self.client.post("/judge", json={
-                    "question": task.prompt, "reference": task.record["solution"], "answer": response.text})
-                points = reply.json()["points"]
-                return Score(points / self.best, points == self.best, parts={"points": points})
+            async def __call__(self, task: fa.Task, response: fa.Response) -> fa.Score:
+                texts = {"question": task.prompt, "reference": task.answer, "answer": response.text}
+                points = (await self.client.post("/judge", json=texts)).json()["points"]
+                return fa.Score(points / self.best, points == self.best, parts={"points": points})
 
     In the YAML, alone or as one of a list with weights:
 
@@ -369,7 +392,7 @@ class Reward(ABC):
         def shortest_right(task, responses):
             right = [task.answer in response.text for response in responses]
             least = min((r.num_tokens for r, ok in zip(responses, right) if ok), default=0)
-            return [Score(float(r.num_tokens == least), ok) if ok else 0.0 for r, ok in zip(responses, right)]
+            return [fa.Score(float(ok and r.num_tokens == least), ok) for r, ok in zip(responses, right)]
 
     A reward runs in its own processes, each of which builds it once; it may use files and the network. If it
     raises, returns no finite number or takes longer than ``limit_s``, its group is tried again and then
@@ -380,7 +403,16 @@ class Reward(ABC):
     def __call__(
         self, task: Task, response: Response
     ) -> Verdict | Awaitable[Verdict] | Sequence[Verdict] | Awaitable[Sequence[Verdict]]:
-        """Score ``response`` to ``task``; with ``scores: group`` it takes a list and returns a list."""
+        """Score a response, or with ``scores: group`` a list of responses.
+
+        Args:
+            task: Task with its reference answer.
+            response: Response of the model, or a list of all responses to the task.
+
+        Returns:
+            A finite float or a ``Score``, or a list of them, or an awaitable of these. A float is correct
+            from 1.0 on.
+        """
 
 
 # ---- the environment of a config

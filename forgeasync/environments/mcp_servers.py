@@ -273,7 +273,7 @@ class Connection:
         self._leave = asyncio.Event()
         self.tools: tuple[ToolOfServer, ...] = ()
         self.is_suspect = False
-        """Whether a call was cancelled (at its time limit), so that the server may no longer answer."""
+        """Whether a call was cancelled (at its time limit), after which the server may not answer."""
 
     async def open(self, *, limit_s: float) -> None:
         """Start the server or connect to it, and list its tools.
@@ -304,7 +304,7 @@ class Connection:
 
         Raises:
             CallRefused: The server answers with an error.
-            ServerLost: The server has ended or no longer answers.
+            ServerLost: The server has ended or does not answer.
         """
         assert self._client is not None and self._owner is not None
         try:
@@ -416,8 +416,8 @@ MAX_RESTARTS = 1
 class McpTools:
     """Starts MCP servers, or connects to them, and provides their tools. Create it within ``rollout``.
 
-        async with McpTools({"files": StdioServer(command=("python", "-m", "my_package.server"))}) as mcp:
-            run = await run_tools(agent, task.prompt, Toolbox(mcp.tools))
+        async with fa.McpTools({"files": fa.StdioServer(command=("python", "-m", "my_server"))}) as mcp:
+            run = await fa.run_tools(agent, task.prompt, fa.Toolbox(mcp.tools))
 
     With several servers, tools are named ``<server>__<tool>``. If a server dies or hangs, the call in flight
     fails. Its result tells the model that the next call restarts the server without its memory, which happens
@@ -530,7 +530,7 @@ class _Server:
 
 
 def _text(result: CallToolResult) -> str:
-    """Return the text of a result, with the type in place of content that is no text."""
+    """Return the text of a result, with the type in place of content that is not text."""
     parts = [
         one.text if isinstance(one, TextContent) else f"[{one.type}: cannot be shown]"
         for one in result.content

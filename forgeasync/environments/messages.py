@@ -17,6 +17,7 @@ Message = Mapping[str, Any]
 """A message in the format of chat endpoints: ``{"role": "user", "content": "2 + 2 ="}``."""
 
 ASSISTANT = "assistant"
+"""Role of the model's messages."""
 TOOL = "tool"
 
 MAX_SHOWN = 80
@@ -54,8 +55,11 @@ class ToolCall:
     """A complete tool call of the model. It is not checked whether the tool exists."""
 
     id: str
+    """Id that the result refers to."""
     name: str
+    """Name of the tool, as the model wrote it."""
     arguments: Mapping[str, Any]
+    """Arguments by name, as the model wrote them."""
 
     @property
     def message_form(self) -> dict[str, Any]:

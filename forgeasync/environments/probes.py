@@ -33,6 +33,7 @@ TOOLS = (
     ),
     ToolSpec(name="ping", description="Takes nothing.", parameters={"type": "object", "properties": {}}),
 )
+"""Tools of the conversations that probe a chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +61,12 @@ class TemplateFeatures:
 
 
 def user(content: str) -> Message:
+    """Return a message of the user."""
     return {"role": "user", "content": content}
 
 
 def assistant(content: str, *calls: Message, reasoning: str | None = None) -> Message:
+    """Return a message of the model, with tool calls and reasoning if given."""
     message = {"content": content, "reasoning_content": reasoning, "tool_calls": calls}
     return checked_message("a probe", {"role": ASSISTANT, **message})
 
@@ -74,6 +77,7 @@ def call(identity: str, tool: str, /, **arguments: object) -> Message:
 
 
 def result(identity: str, content: str) -> Message:
+    """Return a message with the result of the tool call ``identity``."""
     return {"role": "tool", "tool_call_id": identity, "content": content}
 
 
@@ -138,6 +142,7 @@ TEXTS = (
     "true",
     "3.50",
 )
+"""Texts of the messages that probe a chat template."""
 
 
 def random_dialogue(rng: random.Random, features: TemplateFeatures, texts: Sequence[str]) -> Dialogue:

@@ -77,7 +77,11 @@ class ReasoningGymProblems(DrawnProblems):
         self._held_out = _create(source, seed=HELD_OUT_SEED, size=most_candidates(num_held_out))
 
     def entry(self, source_index: int) -> dict[str, Any]:
-        """Return reasoning-gym's record of a problem. Raises ConfigError if it cannot be generated."""
+        """Return reasoning-gym's record of a problem.
+
+        Raises:
+            ConfigError: The problem cannot be generated.
+        """
         dataset, index = (
             (self._train, source_index) if source_index >= 0 else (self._held_out, -1 - source_index)
         )

@@ -356,7 +356,11 @@ class PythonProblems(DrawnProblems):
     """Problems of a function ``(split, seed)`` that returns finitely or infinitely many records."""
 
     def __init__(self, source: PythonSource, *, num_train: int, num_held_out: int, seed: int) -> None:
-        """Import and build the function. Raises ConfigError naming ``data.source.factory``."""
+        """Import and build the function.
+
+        Raises:
+            ConfigError: It cannot be imported or built. The message names ``data.source.factory``.
+        """
         super().__init__(source.factory, num_train=num_train, num_held_out=num_held_out, seed=seed)
         self._source = source
         try:

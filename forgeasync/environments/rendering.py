@@ -287,6 +287,7 @@ class PlainRenderer:
     def added_ids(
         self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
     ) -> np.ndarray:
+        """Return the tokens of the messages that follow the conversation, with one line for each message."""
         _refuse(tools)
         ids: list[int] = []
         for index in range(len(conversation.messages), len(messages)):
@@ -297,15 +298,18 @@ class PlainRenderer:
     def answer_ids(
         self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec] = ()
     ) -> np.ndarray:
+        """Return the tokens of an answer, with the end token if the tokenizer has one."""
         _refuse(tools)
         ids = self._tokenizer(answer["content"], add_special_tokens=False)["input_ids"]
         end = self._tokenizer.eos_token_id
         return np.asarray(ids if end is None else [*ids, end], np.int32)
 
     def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, without special tokens."""
         return text_of_ids(self._tokenizer, ids, skip_special_tokens=True)
 
     def parse(self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()) -> Turn:
+        """Return a turn with the sampled text as it is."""
         return Turn.of_sampled(turn, turn.text)
 
 

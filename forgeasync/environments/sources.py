@@ -46,6 +46,7 @@ class StoredTasks(Sequence[Task]):
             self.append(task)
 
     def append(self, task: Task) -> None:
+        """Add a task at the end."""
         # Unpickling is safe, because the bytes are written only here.
         self._stored += pickle.dumps(task, pickle.HIGHEST_PROTOCOL)
         self._ends.append(len(self._stored))
@@ -78,7 +79,11 @@ class SourceProblems(Protocol):
     """The problems of one source."""
 
     def held_out(self) -> list[Task]:
-        """Draw distinct problems without the run's seed. Raises ConfigError if there are too few."""
+        """Draw distinct problems without the run's seed.
+
+        Raises:
+            ConfigError: There are too few.
+        """
         ...
 
     def train(self, never: Set[str]) -> Sequence[Task]:

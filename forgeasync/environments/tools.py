@@ -49,21 +49,28 @@ class ToolServerLost(ToolFailed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """One tool.
+    """A tool that the model may call. Make it from a function with annotations and a docstring:
 
-    def add(a: int, b: int) -> int:
-        '''Add two whole numbers.
+        import forgeasync as fa
 
-        Args:
-            a: The first one.
-            b: The second one.
-        '''
-        return a + b
 
-    tool = Tool.from_function(add)
+        def add(a: int, b: int) -> int:
+            '''Add two whole numbers.
+
+            Args:
+                a: The first one.
+                b: The second one.
+            '''
+            return a + b
+
+
+        tool = fa.Tool.from_function(add)
+
+    docs/tools.md has the types that parameters may have.
     """
 
     spec: ToolSpec
+    """Name, description and parameters of the tool, for the model."""
     run: Callable[[Mapping[str, Any]], Awaitable[str]]
     """Calls the tool with the model's unchecked arguments, and returns the result for the model.
 
@@ -196,7 +203,7 @@ class ToolResult:
 class Toolbox:
     """The tools of one episode. Create it within ``rollout``.
 
-        toolbox = Toolbox([Tool.from_function(add)])
+        toolbox = fa.Toolbox([fa.Tool.from_function(add)])
         result = await toolbox.call(turn.tool_calls[0], limit_s=10.0)
 
     No call raises because of model output or because a tool fails, with two exceptions: a tool that raises
@@ -224,7 +231,16 @@ class Toolbox:
         return tuple(tool.spec for tool in self._tools.values())
 
     async def call(self, call: ToolCall, *, limit_s: float) -> ToolResult:
-        """Run a call. After ``limit_s`` seconds it is cancelled, with the processes that it has started."""
+        """Run a call, and return its result for the model.
+
+        Args:
+            call: A call of the model.
+            limit_s: Time limit in seconds. After it the call is cancelled, and the processes that it has
+                started are killed.
+
+        Raises:
+            EpisodeInterrupted, ToolError: The tool has raised it.
+        """
         tool = self._tools.get(call.name)
         if tool is None:
             names = ", ".join(list(self._tools)[:MAX_NAMED_TOOLS]) or "none"
@@ -352,6 +368,7 @@ class PlainForm(CallForm):
 
 
 TEMPLATE_FORM = CallForm()
+"""Form of tool calls that the chat template of the model defines."""
 
 
 DEFAULT_MAX_ROUNDS = 20
@@ -389,19 +406,31 @@ async def run_tools(
 
     A complete environment:
 
-        class Calculator(Environment):
-            def __init__(self) -> None:
-                self.tools = [Tool.from_function(add)]
+        import forgeasync as fa
 
-            async def rollout(self, task: Task, agent: Agent) -> Score:
-                run = await run_tools(agent, task.prompt, Toolbox(self.tools))
+
+        class Calculator(fa.Environment):
+            def __init__(self) -> None:
+                self.tools = [fa.Tool.from_function(add)]
+
+            async def rollout(self, task: fa.Task, agent: fa.Agent) -> fa.Score:
+                run = await fa.run_tools(agent, task.prompt, fa.Toolbox(self.tools))
                 is_correct = run.turn.text.strip() == task.answer
-                return Score(float(is_correct), is_correct)
+                return fa.Score(float(is_correct), is_correct)
 
     Calls of one turn run concurrently, each for at most ``episodes.tool_s``. Results have the order of the
-    calls. Broken calls are answered by a user message. After ``max_rounds`` turns with calls the model gets
-    one more turn, whose calls are not run. ``form`` is the format of calls, by default that of the chat
-    template.
+    calls. Broken calls are answered by a user message.
+
+    Args:
+        agent: The model.
+        messages: The conversation so far; a string is one user message.
+        toolbox: Tools that the model may call.
+        max_rounds: Number of turns with calls, after which the model gets one more turn, whose calls are not
+            run.
+        form: Format of calls, by default that of the chat template.
+
+    Returns:
+        The conversation, with the last turn and the results of all calls.
 
     Raises:
         ContextFull, TooManyTurns, ValueError: See ``Agent.respond``.

@@ -14,6 +14,7 @@ from forgeasync.config import PlainCalls, WarmupSection
 from forgeasync.rollouts import Task, teacher_prompt
 
 ANSWER_PREFIX = "#"
+"""Text before the answer of a worked example."""
 
 _EXPRESSION = re.compile(r": (?P<expression>.*) =$")
 

@@ -68,6 +68,7 @@ R = TypeVar("R")
 CPU_WORKER = "forgeasync.generator.workarounds.cpu_worker.UpdatableCPUWorker"
 
 GPU_WORKER_EXTENSION = "forgeasync.generator.gpu_worker.UpdatableGPUWorker"
+"""Class that vLLM adds to its GPU workers, for weight updates."""
 
 
 def engine_args(
@@ -182,6 +183,12 @@ class GeneratorEngine:
         """Start an engine with the weights of a Hugging Face folder as policy version 0.
 
         Args:
+            model_path: The Hugging Face folder.
+            generator: The config's ``generator`` section.
+            max_context_length: Maximum number of tokens of prompt and response.
+            seed: Seed of sampling for requests without a seed.
+            records: What the engine records besides tokens and log-probabilities.
+            weights: The config's ``weights`` section.
             adapters: Setup of the LoRA adapter that vLLM serves; None if whole weights are published.
             in_flight: Folder for the log of tokens in flight of groups with an id, which is created; None: no
                 log.
@@ -252,6 +259,11 @@ class GeneratorEngine:
         logged until ``forget_group``.
 
         Args:
+            prompt_ids_P: Token ids of the prompt, int32.
+            num_samples: Number of responses.
+            sampling: The config's ``sampling`` section.
+            seed: Seed of the group. None: responses are not reproducible.
+            group_id: Id of the group; None: a group that is not trained on.
             continued: Turns of the group that another engine has sampled: unfinished ones are continued,
                 finished ones are returned as they are.
             on_finished: Callback with the index of a finished response within its group, and the response.
@@ -485,6 +497,7 @@ class GeneratorEngine:
             raise self._llm.dead_error
 
     def stats(self) -> EngineStats:
+        """Return the number of sampled tokens, the busy time, and failures to log tokens."""
         return EngineStats(
             num_generated_tokens=self._num_generated_tokens,
             busy_s=self.busy.total_s,
@@ -498,6 +511,7 @@ class GeneratorEngine:
         )
 
     def shutdown(self) -> None:
+        """End the engine and its worker processes."""
         self._llm.shutdown()
 
 

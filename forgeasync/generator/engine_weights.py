@@ -66,6 +66,7 @@ class HostMemory:
 
     @property
     def makes_files(self) -> bool:
+        """Whether this engine creates the files that the engines of its host share."""
         return self.share.index == 0 and not self.is_joining
 
     def shadow_file(self, worker_rank: int) -> Path:
@@ -106,6 +107,7 @@ class WeightRoute:
 
     @property
     def is_copy(self) -> bool:
+        """Whether versions are copied into the engine's parameters instead of loaded by vLLM."""
         return not self.reload_because
 
     def __str__(self) -> str:

@@ -1,9 +1,9 @@
 """Logs the tokens that an engine has in flight, from vLLM's outputs of each step.
 
 For each request, the outputs of a step have the sampled tokens with their log-probabilities and kept sets,
-the newly known rows of routed experts, and the version of the weights (vLLM 0.32,
-``v1/core/sched/scheduler.py``, ``update_from_output``, the same with every model runner). The engine's thread
-logs them before they leave it. Turns begin and end on the event loop, so a lock guards the log.
+the newly known rows of routed experts, and the version of the weights. In vLLM 0.32 this is
+``update_from_output`` of ``v1/core/sched/scheduler.py``, the same with every model runner. The engine's
+thread logs them before they leave it. Turns begin and end on the event loop, so a lock guards the log.
 
 Only turns of opened groups are logged. If the log cannot be written, it is abandoned with all groups in it,
 and the failure is counted. Groups that are opened later start a new log.

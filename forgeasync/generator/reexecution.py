@@ -64,10 +64,12 @@ class RecordedRequest:
 
     @property
     def first_version(self) -> int:
+        """Version of the weights that sampled the first token."""
         return self.versions[0][1]
 
     @property
     def last_version(self) -> int:
+        """Version of the weights that sampled the last token."""
         return self.versions[-1][1]
 
 

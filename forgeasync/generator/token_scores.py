@@ -2,7 +2,7 @@
 
 They are over the full vocabulary at temperature 1, because vLLM's prompt log-probabilities ignore temperature
 and kept sets. These requests never read from the prefix cache, so that every position is computed with the
-weights of its own request. New weights can arrive between two steps of one request. So an engine that scores
+weights of its request. New weights can arrive between two steps of one request. So an engine that scores
 while its weights change must recompute running requests at every swap (``weights.kv_cache: recompute``). vLLM
 then fills in all positions again, and no score mixes two versions.
 
@@ -28,6 +28,15 @@ async def score_tokens(
 ) -> TeacherRecord:
     """Score the tokens after the first ``num_prompt`` and the ``num_ids`` likeliest ids at each position.
 
+    Args:
+        engine: Engine whose model scores.
+        ids_S: Token ids of prompt and response.
+        num_prompt: Number of tokens that are not scored, at least 1.
+        num_ids: Number K of likeliest ids.
+
+    Returns:
+        Log-probabilities in nats, of each token [T] and of K ids [T, K].
+
     Raises:
         WrongTeacherRecord: The engine's result is for other tokens.
     """
@@ -44,7 +53,13 @@ async def score_given_ids(
     """Score the tokens after the first ``num_prompt`` and given ids at each position.
 
     Args:
+        engine: Engine whose model scores.
+        ids_S: Token ids of prompt and response.
         given_TK: Ids, int32; the score of ``NO_ID`` is nan.
+        num_prompt: Number of tokens that are not scored, at least 1.
+
+    Returns:
+        Log-probabilities in nats, of each token [T] and of the given ids [T, K].
 
     Raises:
         WrongTeacherRecord: The engine's result is for other ids.

@@ -62,6 +62,7 @@ class AdapterBase:
 
 
 Install = Callable[[EngineCore], None]
+"""Swaps a staged version in; runs in the engine's thread between two decode steps."""
 
 MakeReady = Callable[[int, HostShare], Awaitable[Install]]
 """Stages this engine's share of a fetched version; returns the function to run between two steps."""

@@ -1,4 +1,4 @@
-"""Sandboxes ("boxes") for model-written code, and contained processes that verify answers."""
+"""Sandboxes for model-written code, and contained processes that verify answers."""
 
 import lazy_loader
 

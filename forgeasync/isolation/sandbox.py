@@ -35,38 +35,38 @@ _OTHERS = (
 
 
 class Sandbox:
-    """Sandbox ("box") that runs commands isolated from the host and with limited resources.
+    """Runs commands isolated from the host and with limited resources.
 
-        async with fa.Sandbox(fa.Bubblewrap(memory_mib=512)) as box:
-            await box.write("answer.py", b"print(6 * 7)")
-            result = await box.exec(["python3", "answer.py"], timeout_s=5)
+        async with fa.Sandbox(fa.Bubblewrap(memory_mib=512)) as sandbox:
+            await sandbox.write("answer.py", b"print(6 * 7)")
+            result = await sandbox.exec(["python3", "answer.py"], timeout_s=5)
             assert result.stdout == "42\\n"
 
     Commands start in ``/work``, the workspace; ``/work``, ``/tmp`` and ``/dev/shm`` are writable. Files
-    persist until the box is closed. Processes that a command leaves running are killed when it exits; in a
-    session (``shell``, ``python``), background processes live until the session ends. Calls and sessions of a
-    box may run concurrently, all on the event loop that entered it; other boxes may use other loops. A
-    cancelled call is killed.
+    persist until the sandbox is closed. Processes that a command leaves running are killed when it exits; in
+    a session (``shell``, ``python``), background processes live until the session ends. Calls and sessions of
+    a sandbox may run concurrently, all on the event loop that entered it; other sandboxes may use other
+    loops. A cancelled call is killed.
 
     docs/sandboxes.md says how far these rules hold with Docker, Podman, ``unsafe`` and your own backends.
     """
 
     def __init__(self, section: SandboxSection = _DEFAULT, *, workspace: str | Path | None = None) -> None:
-        """Configure a box; entering it starts it.
+        """Configure a sandbox; entering it starts it.
 
         ``section`` is the config's ``sandbox`` section. ``workspace`` is a folder whose content is copied
-        into the box's workspace.
+        into the sandbox's workspace.
         """
         self._section = section
         self._workspace = None if workspace is None else Path(workspace)
         self._backend: SandboxBackend | None = None
 
     async def __aenter__(self) -> Self:
-        """Start the box.
+        """Start the sandbox.
 
         Raises:
-            SandboxUnavailable: the box cannot be started here; the message has the reason and a remedy.
-            SandboxClosed: the box has been entered before.
+            SandboxUnavailable: the sandbox cannot be started here; the message has the reason and a remedy.
+            SandboxClosed: the sandbox has been entered before.
         """
         if self._backend is not None:
             raise SandboxClosed("a sandbox can be entered once; make another Sandbox")
@@ -82,14 +82,14 @@ class Sandbox:
     async def exec(self, command: str | Sequence[str], *, timeout_s: float) -> ExecResult:
         """Run a command: a string for ``sh -c``, or a program with its arguments.
 
-        After ``timeout_s``, the command and all processes that it started are killed. Standard input is
-        empty.
+        After ``timeout_s`` seconds, the command and all processes that it started are killed. Standard input
+        is empty.
 
         Raises:
             ValueError: the command is empty, has a zero byte or an argument that is too long, or
                 ``timeout_s`` is not positive.
-            SandboxClosed: the box is closed.
-            SandboxError: the box has no room for another process.
+            SandboxClosed: the sandbox is closed.
+            SandboxError: the sandbox has no room for another process.
         """
         arguments = ["sh", "-c", command] if isinstance(command, str) else list(command)
         _check_arguments(arguments)
@@ -98,12 +98,12 @@ class Sandbox:
     async def read(self, path: str, *, max_bytes: int = MAX_READ_BYTES) -> bytes:
         """Return the content of a file.
 
-        Links are resolved inside the box, so they never lead to a file of the host.
+        Links are resolved inside the sandbox, so they never lead to a file of the host.
 
         Raises:
             FileNotFoundError: the file does not exist.
             FileTooLarge: the file has more than ``max_bytes``.
-            SandboxError: the path is not a regular file, or the box may not read it.
+            SandboxError: the path is not a regular file, or the sandbox may not read it.
         """
         return await self._open_backend.read(_check_path(path), max_bytes=max_bytes)
 
@@ -111,7 +111,7 @@ class Sandbox:
         """Write a file; creates missing parent folders.
 
         Raises:
-            SandboxError: the box may not write there, or has no space left.
+            SandboxError: the sandbox may not write there, or has no space left.
         """
         await self._open_backend.write(_check_path(path), data)
 
@@ -119,7 +119,7 @@ class Sandbox:
         """Start a shell session: directory, variables and background processes persist between runs.
 
         Raises:
-            SandboxError: the box cannot start one.
+            SandboxError: the sandbox cannot start one.
         """
         return await self._open_backend.shell()
 
@@ -127,12 +127,12 @@ class Sandbox:
         """Start a Python session: variables persist between runs, and a run returns the last line's value.
 
         Raises:
-            SandboxError: the box cannot start one.
+            SandboxError: the sandbox cannot start one.
         """
         return await self._open_backend.python()
 
     async def close(self) -> None:
-        """End the box with all its processes and files. Can be called again."""
+        """End the sandbox with all its processes and files. Can be called again."""
         if self._backend is not None:
             await self._backend.close()
 
@@ -197,9 +197,9 @@ def _build_own(section: PythonSandbox) -> SandboxBackend:
 
 
 def check_sandbox(section: SandboxSection) -> Iterator[Problem]:
-    """Start a box, run a command in it and end it; yields at most one problem, with a remedy.
+    """Start a sandbox, run a command in it and end it; yields at most one problem, with a remedy.
 
-    Blocks while the box starts. Imports and runs the user's code if the backend is the user's own.
+    Blocks while the sandbox starts. Imports and runs the user's code if the backend is the user's own.
     """
     # In a separate thread, because the caller's thread may run an event loop.
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:

@@ -231,7 +231,7 @@ class UnsafeBackend(SupervisedBackend):
         return shutil.which("bash") or "sh"
 
     def _environment(self) -> dict[str, str]:
-        # python3 is then the same one as in other boxes.
+        # python3 is then the same one as in other sandboxes.
         path = os.pathsep.join([f"{sys.base_exec_prefix}/bin", os.environ.get("PATH", os.defpath)])
         own = {"PATH": path, "HOME": self._folder, "LANG": "C.UTF-8"}
         return own | self._section.env
@@ -390,7 +390,7 @@ def _why_ended(ending: Ending) -> str | None:
 
 
 class ShellSession(Session):
-    """Shell session in a box."""
+    """Shell session in a sandbox."""
 
     program = "a shell"
     _prepare = "exec 8>&2 9>&1\n"
@@ -423,7 +423,7 @@ def _exit_code(report: bytes) -> int:
 
 
 class InterpreterSession(Session):
-    """Python session in a box."""
+    """Python session in a sandbox."""
 
     program = "Python"
 
@@ -447,7 +447,7 @@ class InterpreterSession(Session):
 
 
 def _read_report(report: bytes) -> tuple[str | None, str, int]:
-    """Split a report into value, traceback and number of cut bytes; code in the box may have forged it."""
+    """Split a report into value, traceback and number of cut bytes; code in the sandbox can forge it."""
     if not report:
         return None, "", 0
     try:

@@ -10,8 +10,9 @@ Each head has a state S, which token t decays by a = exp(g) and corrects at its 
 
     S_t = S_{t-1} a_t (I - b_t k_t k_t^T) + b_t v_t k_t^T,    o_t = S_t q_t
 
-Tokens are computed in chunks (section 3.3). With d_i the product of a chunk's decays up to token i, D_ij =
-d_i / d_j for j <= i, and L the part of diag(b) (D * K K^T) below the diagonal, the corrections of a chunk are
+Tokens are computed in chunks (section 3.3). Let d_i be the product of a chunk's decays up to token i, and
+D_ij = d_i / d_j for j <= i. Let L be the part of diag(b) (D * K K^T) below the diagonal. The corrections of
+the chunk are
 
     U = (I + L)^-1 diag(b) (V - diag(d) K S^T)
 
@@ -25,8 +26,8 @@ keys and no decay, so it changes no state. Everything is computed in at least fl
 TorchTitan 0.3.0 imports flash-linear-attention for its Qwen3.5, which has Triton kernels only. On CPUs,
 ``fla_for_cpus`` puts these functions in its place. Can go when TorchTitan has a path for CPUs.
 
-Shape suffixes: L tokens of a row, Q its sequences, C tokens of a chunk, G chunks, N heads, K size of a head
-of keys, V of values, D channels, W width of the convolution.
+Shape suffixes: L tokens of a row; Q its sequences; C tokens of a chunk; G chunks; N heads; K size of a head
+of keys; V of values; D channels; W width of the convolution.
 """
 
 import sys
@@ -69,10 +70,14 @@ def gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output [L, N, V] in the dtype of values, and the states after each sequence [Q, N, K, V].
 
-    Queries and keys are normalized here. There may be fewer heads of them than of values.
+    Source: Yang et al., "Gated Delta Networks", 2024, equation 10 and section 3.3.
 
     Args:
+        q_LNK: Queries, which are normalized here. There may be fewer heads of them than of values.
+        k_LNK: Keys, like queries.
+        v_LNV: Values.
         g_LN: Logarithm of the decay, at most 0.
+        beta_LN: Strength of the correction at each token's key.
         starts: First position of each sequence, and the end of the last one.
         states_QNKV: State before each sequence; None: zeros.
     """
@@ -152,8 +157,15 @@ def causal_convolution(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return SiLU of a depthwise convolution over each token and the W - 1 before it in its sequence.
 
-    The second result has the last W - 1 inputs of each sequence [Q, W - 1, D], which a continuation takes as
-    ``before_QWD``; None: zeros.
+    Args:
+        x_LD: Inputs of all sequences, one after the other.
+        weight_D1W: Weights of the convolution.
+        starts: First position of each sequence, and the end of the last one.
+        before_QWD: Inputs before each sequence [Q, W - 1, D]; None: zeros.
+
+    Returns:
+        Outputs [L, D], and the last W - 1 inputs of each sequence, which a continuation takes as
+        ``before_QWD``.
     """
     dtype, width = torch.promote_types(x_LD.dtype, torch.float32), weight_D1W.shape[2]
     num = len(starts) - 1

@@ -15,6 +15,7 @@ from forgeasync.schema import Problem
 if TYPE_CHECKING:
     from forgeasync.models.titan_family import TitanFamily
 Shape = tuple[int, ...]
+"""Sizes of a tensor's dimensions."""
 
 
 HARMLESS = frozenset(

@@ -101,7 +101,7 @@ _EXPERTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 
 
 def _titan_layers(facts: ModelFacts, attention_backend: str) -> list[TransformerBlock.Config]:
-    """Return layers of TorchTitan's parts; its builder has sizes of its own."""
+    """Return layers made of TorchTitan's parts, because its builder has fixed sizes."""
     from torchtitan.models.gpt_oss.model import GptOssTransformerBlock
 
     from forgeasync.models.titan_family import norm_config

@@ -162,9 +162,9 @@ STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)
 _BLOCKS, _SCALES = "_blocks", "_scales"
 """Ends of the names of the two tensors that gpt-oss's files have of each stack of experts in MXFP4.
 
-Blocks [E, rows, G, 16] have two numbers of 4 bits in each byte, the low bits' first, and the G scales of a
-row [E, rows, G] are the exponents of its blocks of 32 numbers (Open Compute Project, "OCP Microscaling
-Formats (MX)", 2023). The stack in bfloat16 is transposed: [E, columns, rows].
+Blocks [E, rows, G, 16] have two numbers of 4 bits in each byte, the low bits' first. Scales [E, rows, G] are
+the exponents of a row's G blocks of 32 numbers. Source: Open Compute Project, "OCP Microscaling Formats
+(MX)", 2023. The stack in bfloat16 is transposed: [E, columns, rows].
 """
 
 _MXFP4_BLOCK = 32
@@ -223,7 +223,7 @@ def single_experts(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ..
 class CheckpointTensors:
     """Random access to the tensors of a Hugging Face folder by name.
 
-    Matrices of experts also have names of their own if the folder stacks them (``single_experts``). Stacks in
+    If the folder stacks matrices of experts, each one has a name too (``single_experts``). Stacks in
     MXFP4 have the names and shapes that they have in bfloat16.
     """
 
@@ -331,6 +331,7 @@ END = "<eos>"
 PADDING = "<pad>"
 
 UNKNOWN = "<unk>"
+"""Token for characters that a character tokenizer does not have."""
 
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 """Start and end marks of a turn in ChatML. The end mark ends a response."""

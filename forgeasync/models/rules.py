@@ -78,6 +78,7 @@ CPU_KV_BLOCK_TOKENS = 128
 """Tokens of a block of the KV cache on CPUs (``CpuPlatform`` of vLLM 0.32)."""
 
 BYTES_PER_ELEMENT = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2}
+"""Bytes of one number of each dtype."""
 
 
 def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:

@@ -16,6 +16,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from forgeasync.config import ModelFacts, YarnRope
 
 LINEAR_INIT: dict[str, Callable[..., object]] = {"weight": partial(nn.init.normal_, std=0.02)}
+"""Initialization of the weights of linear layers, by parameter name."""
 
 NORM_INIT: dict[str, Callable[..., object]] = {"weight": nn.init.ones_}
 

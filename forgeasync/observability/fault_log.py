@@ -1,6 +1,6 @@
 """The faults of a run and its recoveries: counted, printed, and written to ``faults.jsonl``.
 
-Whoever supervises a role reports that a part of it is gone or does not answer, and later that the role is
+The supervisor of a role reports that a part of it has ended or does not answer, and later that the role is
 complete again. A run has one file for all of its starts, with continuous numbers and counts. Nothing waits
 for this file: lines that the disk refuses are kept and written later.
 
@@ -109,15 +109,19 @@ class FaultLog:
         )
 
     def recover_earlier(self, how: str) -> None:
-        """Report that everything which had failed in earlier starts is back."""
+        """Report that the open faults of earlier starts are recovered."""
         earlier, self._earlier = self._earlier, ()
         for fault in earlier:
             self.recovered(fault, how)
 
     def detected(self, role: Role, who: str, what: str, *, evidence: str | None = None) -> Fault:
-        """Report a failure, once. ``recovered`` ends it.
+        """Report a failure, once, and return the open fault. ``recovered`` ends it.
 
-        ``evidence`` is what a process that hung was doing before it was killed.
+        Args:
+            role: Role that has failed.
+            who: Name such as "generator 2 (process 4711)".
+            what: Predicate of a sentence about ``who``, such as "has died".
+            evidence: What a process that hung was doing before it was killed.
         """
         number = sum(self._num_detected.values())
         fault = Fault(number=number, role=role, who=who, what=what, detected_s=time.monotonic())

@@ -61,8 +61,10 @@ def _read_topics() -> tuple[Topic, ...]:
 
 
 TOPICS = _read_topics()
+"""All topics of metric_definitions.yaml, in order."""
 
 METRICS = tuple(metric for topic in TOPICS for metric in topic.metrics)
+"""All metrics of metric_definitions.yaml, in order."""
 
 REQUIRED_KEYS = frozenset(metric.key for metric in METRICS if metric.is_required)
 """Keys that every step must have."""

@@ -230,6 +230,7 @@ class ProblemScores:
 
     @property
     def num_scored(self) -> int:
+        """Number of scored responses."""
         return len(self.values)
 
 

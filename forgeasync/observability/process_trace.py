@@ -30,6 +30,7 @@ from forgeasync.files import AppendedFile, is_refusal
 from forgeasync.observability.run_log import say_on_stderr
 
 SUFFIX = ".trace.jsonl"
+"""End of the names of trace files."""
 
 FORMAT = 1
 """Version of the file format. Increase it whenever older readers would misread a file."""
@@ -99,6 +100,7 @@ class StateClock:
 
     @property
     def state(self) -> State:
+        """State that the process is in; the first in ``ORDER`` if several apply."""
         return next((state for state in ORDER if self._num_in_flight[state]), self._idle)
 
     def begin(self, state: State) -> None:
@@ -176,6 +178,7 @@ class Alive(
 
 
 Line = Opened | Changed | Span | Alive
+"""A line of a trace file."""
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(dict[str, object])

@@ -44,6 +44,7 @@ NUM_DIGITS = 5
 """Significant digits of the values in tokens.jsonl."""
 
 NUM_NONFINITE = "metrics/num_nonfinite_token_values"
+"""Metric with the number of token values that are nan or infinite."""
 
 EpisodeKey = tuple[int, int]
 """Id of a group, and index of an episode in it."""

@@ -1,27 +1,29 @@
 """The folder of one run: its files, the lock that keeps other runs out, and the list of its processes.
 
-runs/<name>-<time>/
-    config.yaml      the resolved config, as the run used it
-    run.log          command line, commit, versions and host, every console line, and how the run ended
-    metrics.jsonl    one object per optimizer step (keys: docs/metrics.md)
-    ledger.jsonl     what became of every prompt (docs/ledger.md)
-    execution.jsonl  the steps with their groups, with record_execution (apps.reexecute)
-    faults.jsonl     what has failed and what came back; made by the first fault
-    procs.json       which process has which role
-    run.lock         which process the run is, locked as long as it is one
-    control/         requests of apps.control to a run that goes on, and its answers
-    rollouts.jsonl   a few rollouts per step, with text; whole episodes
-    tokens.jsonl     values of every token of these, and the worst tokens of each step (docs/viewer.md)
-    serving.json     where people are served, with the token if the run has made one; for its owner only
-    artifacts/       files that these episodes have kept
-    bad_steps/       batches of steps that were not made because something was not finite, or far too large;
-                     what operators computed for a token that differs, with fidelity: bitwise
-    payloads/        finished groups that no checkpoint has, for a run that is resumed
-    versions/        every published version, with weights.archive
-    checkpoints/     what a later run resumes from or samples with
-    logs/            output of the controller's libraries and of every process, and what each did when
-    tensorboard/     event files
-    wandb/           files of Weights & Biases, with logging.wandb
+The files:
+
+    runs/<name>-<time>/
+        config.yaml      the resolved config, as the run used it
+        run.log          command line, commit, versions, host, console lines, and how the run ended
+        metrics.jsonl    one object per optimizer step (keys: docs/metrics.md)
+        ledger.jsonl     what became of every prompt (docs/ledger.md)
+        execution.jsonl  the steps with their groups, with record_execution (apps.reexecute)
+        faults.jsonl     what failed and what came back; made by the first fault
+        procs.json       which process has which role
+        run.lock         which process the run is, locked as long as it is one
+        control/         requests of apps.control to a run that goes on, and its answers
+        rollouts.jsonl   a few rollouts per step, with text; whole episodes
+        tokens.jsonl     values of every token of these, and the worst tokens of each step (docs/viewer.md)
+        serving.json     where people are served, with the token if the run has made one; for its owner only
+        artifacts/       files that these episodes have kept
+        bad_steps/       batches of steps that were not made because something was not finite, or far too
+                         large; what operators computed for a token that differs, with fidelity: bitwise
+        payloads/        finished groups that no checkpoint has, for a run that is resumed
+        versions/        every published version, with weights.archive
+        checkpoints/     what a later run resumes from or samples with
+        logs/            output of the controller's libraries and of every process, and what each did when
+        tensorboard/     event files
+        wandb/           files of Weights & Biases, with logging.wandb
 """
 
 import contextlib
@@ -50,23 +52,23 @@ RUNS_FOLDER = Path("runs")
 """Parent of the runs that do not name their own folder, relative to the working directory."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Has another content after every boot of a machine."""
+"""Id of the machine's boot, which changes with every boot."""
 
 LOCK_WAIT_S = 1.0
-"""How long a start waits for a lock, so that a process that is just ending can be gone."""
+"""Seconds that a start waits for a lock, for a process that is about to end."""
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The process that a run is, or was."""
+    """Process that holds the lock of a run's folder, or held it before."""
 
     pid: int
     host: str
     since_s: float
-    """When it began, by ``time.time``."""
+    """Start of the process, by ``time.time``."""
     mark: str
-    """What everything that it starts carries (``forgeasync.files``)."""
+    """Mark on everything that it starts (``forgeasync.files``)."""
     has_ended: bool = False
-    """Whether it has ended in order."""
+    """Whether it released the lock itself, rather than died."""
 
     def __str__(self) -> str:
         since = datetime.fromtimestamp(self.since_s)
@@ -74,30 +76,29 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class RunInUse(RuntimeError):
-    """Another process is the run in this folder; the text says which."""
+    """Another process holds the lock of this folder. The message names it."""
 
 
 class RunLock:
     """The lock of a run's folder (``run.lock``), held by this process until ``release`` or its end.
 
-    The kernel releases the lock when the process ends, in whatever way: a dead run does not block others. A
-    process that ends in order says so in the file. A free file that does not say so was left by a process
-    that died.
+    The kernel releases the lock when the process ends for any reason, so a dead run does not block others.
+    ``release`` sets ``Holder.has_ended`` in the file. If it is not set in an unlocked file, the process died.
     """
 
     def __init__(self, descriptor: int, own: Holder, before: Holder | None) -> None:
         self._descriptor = descriptor
         self._own = own
         self.before = before
-        """The process that had the lock before. None: none had, or the file system has no locks (some network
-        file systems have none), so that it may still be there."""
+        """Process that held the lock before. None: there is none, or the file system has no locks, as some
+        network file systems, so that it may still run."""
 
     @classmethod
     def take(cls, file: Path, mark: str) -> "RunLock":
-        """Lock the file, which is made if it is not there, and write this process into it.
+        """Lock the file, after creating it if necessary, and write this process into it.
 
         Raises:
-            RunInUse: another process has it.
+            RunInUse: Another process holds the lock.
         """
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -116,24 +117,23 @@ class RunLock:
 
     @staticmethod
     def holder(file: Path) -> Holder | None:
-        """Return the process that a lock file names; None if it names none that this version can read.
+        """Return the process in a lock file; None if this version cannot read one.
 
-        The lock itself is not tried: whoever tries it holds it for a moment, and a run that starts just then
-        would have to wait.
+        This does not try to lock the file, because a run that starts at the same time would have to wait.
 
         Raises:
-            OSError: the file is not there, or cannot be read.
+            OSError: The file does not exist, or cannot be read.
         """
         with file.open("rb") as opened:
             return _read_holder(opened.fileno())
 
     @property
     def mark(self) -> str:
-        """What everything that this process starts for the run carries."""
+        """Mark on everything that this process starts for the run."""
         return self._own.mark
 
     def release(self) -> None:
-        """Say that this process ends in order, and let others have the folder."""
+        """Set ``Holder.has_ended`` in the file, and release the lock."""
         try:
             _write_holder(self._descriptor, msgspec.structs.replace(self._own, has_ended=True))
         finally:
@@ -170,7 +170,7 @@ class _Inside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDir:
-    """Paths inside the folder of one run; the module's docstring says what they hold."""
+    """Paths inside the folder of one run. The docstring of this module describes the files."""
 
     path: Path
 
@@ -201,13 +201,17 @@ class RunDir:
 
     @classmethod
     def create(cls, config: RunConfig, config_yaml: str, now: datetime) -> "RunDir":
-        """Make the folder of a new run: ``config.run_dir``, or runs/<name>-<now> where that is not set.
+        """Create the folder of a new run: ``config.run_dir``, or ``runs/<name>-<now>`` if that is not set.
 
-        ``config_yaml`` is the resolved config as text. Call ``put_start_aside`` first if a start that never
-        trained may have left files in the folder.
+        Call ``put_start_aside`` first if a start that never trained may have left files in the folder.
+
+        Args:
+            config: The run's config.
+            config_yaml: The resolved config as text, which is written to ``config.yaml``.
+            now: Time in the name of the folder.
 
         Raises:
-            ConfigError: the folder already holds a run, is in use by another run, or cannot be one.
+            ConfigError: The folder has a run, is in use by another run, or cannot be created.
         """
         default = default_run_dir(config.name, now)
         run_dir = cls(path=default if config.run_dir is None else Path(config.run_dir))
@@ -222,10 +226,10 @@ class RunDir:
 
     @classmethod
     def reopen(cls, path: Path) -> "RunDir":
-        """Return the folder of a run that is resumed. What it lacks is made, as of a run without a step.
+        """Return the folder of a run that is resumed, after creating missing files as for a new run.
 
         Raises:
-            ConfigError: the folder is in use by another run, or cannot be one.
+            ConfigError: The folder is in use by another run, or cannot be created.
         """
         run_dir = cls(path=path)
         run_dir._make()
@@ -246,10 +250,10 @@ class RunDir:
     def claim(self) -> None:
         """Keep other runs out of the folder until ``release_claims``, or as long as this process lives.
 
-        What this process starts after the call carries the mark of the claim.
+        Everything that this process starts after the call has the mark of the claim.
 
         Raises:
-            ConfigError: another process has it.
+            ConfigError: Another process has claimed the folder.
         """
         folder = self.path.resolve()
         if folder in _held:
@@ -262,15 +266,15 @@ class RunDir:
 
     @property
     def before(self) -> Holder | None:
-        """The process that had the folder before this one has claimed it."""
+        """Process that claimed the folder before this one; None without a claim, or if there was no other."""
         claim = _held.get(self.path.resolve())
         return None if claim is None else claim.before
 
     def put_start_aside(self) -> list[str]:
-        """Move away what a start that never trained has left; return the new names, if there are any.
+        """Rename the files that a start without a step has left; return their new names.
 
         Raises:
-            ConfigError: the folder is in use by another run.
+            ConfigError: The folder is in use by another run.
         """
         if not (self.metrics.exists() or self.ledger.exists()) or self.has_trained:
             return []
@@ -279,9 +283,9 @@ class RunDir:
         return self.put_all_aside() + faults
 
     def put_all_aside(self) -> list[str]:
-        """Move away what a start without a checkpoint has left; return the new names.
+        """Rename the files that a start without a checkpoint has left; return their new names.
 
-        ``faults.jsonl`` stays: it is of the whole run, which begins again. The caller has the folder's lock.
+        ``faults.jsonl`` stays, because it is about all starts of a run. Call ``claim`` first.
         """
         left = [self.metrics, self.rollouts, self.tokens, self.ledger, self.procs, self.config]
         left += [self.execution, self.versions]
@@ -292,7 +296,7 @@ class RunDir:
 
     @property
     def has_trained(self) -> bool:
-        """Whether a step, or anything in ``checkpoints``, is there. What cannot be read counts as a step."""
+        """Whether the folder has a step or a checkpoint. Metrics that cannot be read count as a step."""
         if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
             return True
         if not self.metrics.is_file():
@@ -306,14 +310,14 @@ class RunDir:
 
 
 def claimed_marks() -> tuple[str, ...]:
-    """Return the marks of what this process has started for its runs, up to ``release_claims``."""
+    """Return the marks of the claims of this process that are not released."""
     return tuple(claim.mark for claim in _held.values())
 
 
 def release_claims() -> None:
-    """Let others have the folders that this process has claimed: it ends in order.
+    """Release the folders that this process has claimed. Call it at the end of a run.
 
-    If the disk refuses to note that, a line on stderr says so. The run itself is done.
+    If the disk refuses to record that, a line is printed to stderr.
     """
     while _held:
         path, claim = _held.popitem()
@@ -329,12 +333,12 @@ def release_claims() -> None:
 
 
 def default_run_dir(name: str, now: datetime) -> Path:
-    """Return where a run lies whose config does not say: runs/<name>-<time>."""
+    """Return the folder of a run whose config does not set one: ``runs/<name>-<time>``."""
     return RUNS_FOLDER / f"{name}-{now:%Y%m%d-%H%M%S}"
 
 
 def check_run_dir(config: RunConfig, *, is_resumed: bool) -> Iterator[Problem]:
-    """Check that the run's folder can be one, and that a new run does not write into the files of another."""
+    """Yield a problem if the run's folder cannot be created, or if a new run would write into another one."""
     if config.run_dir is None:
         yield from check_folder("run_dir", RUNS_FOLDER)
         if NAME.fullmatch(config.name) is None:
@@ -352,7 +356,7 @@ def check_run_dir(config: RunConfig, *, is_resumed: bool) -> Iterator[Problem]:
 
 
 def check_folder(field: str, path: Path) -> Iterator[Problem]:
-    """Check that files can be written in a folder, or where it would be made. Makes nothing."""
+    """Yield a problem if files cannot be written in a folder, or if it cannot be created. Creates nothing."""
     if "\0" in str(path):
         yield Problem(field=field, value=str(path), remedy="has a NUL in it, which no path can have")
         return
@@ -404,7 +408,7 @@ def put_aside(path: Path) -> Path:
 def cut_after(path: Path, step: int) -> Cut | None:
     """Move the lines of a .jsonl file whose ``step`` is later into a side file; None if there are none.
 
-    A last line that was not written to its end counts as later.
+    An incomplete last line counts as later.
     """
     kept: list[bytes] = []
     cut: list[bytes] = []
@@ -436,26 +440,26 @@ class ProcessEntry:
 
     role: str
     rank: int
-    """Its place in its role; a process that replaces another has the other's."""
+    """Rank within the role; a process that replaces another one has the same rank."""
     pid: int
-    """Its id on its host."""
+    """Process id on ``host``."""
     host: str
     since_s: float
-    """When it was listed, by ``time.time``."""
+    """Time at which it was listed, by ``time.time``."""
     start_ticks: int | None
-    """Clock ticks from the boot of the controller's machine to the start of the process. No other process has
-    the same id and start. None: it is on another machine, whose agent ends it."""
+    """Clock ticks from the boot of the controller's machine to the start of the process. Together with the id
+    they name one process. None: it is on another machine, whose agent ends it."""
 
 
 class ProcessListFile:
     """``procs.json`` of a run's folder: which process has which role.
 
-    It is for people (which process is generator 2?), for programs that look at a run from outside, and for a
-    later start that has to end what a killed run has left.
+    It tells people which process is generator 2, and lets other programs observe a run. A later start ends
+    the processes in it that a killed run has left.
     """
 
     def __init__(self, file: Path | None = None) -> None:
-        """Without a file the processes are kept in memory only."""
+        """Create an empty list. Without ``file`` it is kept in memory only."""
         self._file = file
         self._entries: dict[tuple[str, int], ProcessEntry] = {}
 
@@ -472,12 +476,13 @@ class ProcessListFile:
         self._write()
 
     def remove(self, role: str, rank: int) -> None:
-        """Take a process off the list; no error if it is not there."""
+        """Remove a process from the list, if it is listed."""
         if self._entries.pop((role, rank), None) is not None:
             self._write()
 
     @property
     def entries(self) -> tuple[ProcessEntry, ...]:
+        """Processes of the list, in the order in which they were added."""
         return tuple(self._entries.values())
 
     def _write(self) -> None:
@@ -491,9 +496,9 @@ class ProcessListFile:
 
 
 def leftover_processes(file: Path) -> Iterator[psutil.Process]:
-    """Find the processes that the procs.json of a dead controller lists and that still run on this machine.
+    """Find processes of the ``procs.json`` of a dead controller that still run on this machine.
 
-    A process that only has the id of a listed one is not found, since ids are used again.
+    A different process that got the id of a listed one is not returned.
     """
     try:
         listed = json.loads(file.read_text(encoding="utf-8"))
@@ -514,7 +519,7 @@ def _boot() -> str:
 
 
 def _is_descendant(pid: int) -> bool:
-    """Whether this process has started it, directly or not; an id of another machine says nothing here."""
+    """Whether this process has started a process, directly or not."""
     with contextlib.suppress(psutil.Error):
         return any(one.pid == os.getpid() for one in psutil.Process(pid).parents())
     return False

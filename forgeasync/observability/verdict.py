@@ -35,6 +35,7 @@ KEYS = (
 """Metrics that the line of every step must have."""
 
 NUM_GENERATORS = "generator/num_healthy"
+"""Metric with the number of healthy generators."""
 
 OTHER_KEYS = (NUM_GENERATORS, "time/controller_s", "time/wait_for_disk_s", "time/checkpoint_s")
 """Metrics that are used if a line has them."""
@@ -95,10 +96,11 @@ def num_steps_ahead(*, max_off_policy_steps: int, max_groups: int | None, groups
 def steady_steps(num_steps: int, *, num_first: int, num_ahead: int) -> range:
     """Return the steps of a run, counted from 0, to average over: neither its first nor its last ones.
 
-    Leaves out at least ``num_first`` steps at the start and ``num_ahead`` steps at the end, but at the end at
-    most half of the remaining ones, so that a short run has steps too. If groups that start together also end
-    together, a run proceeds in waves of ``num_ahead`` + 1 steps, one of which waits for most of the time. So
-    if the remaining steps have at least one whole wave, the range consists of whole waves.
+    Leaves out at least ``num_first`` steps at the start and ``num_ahead`` steps at the end. At the end it
+    leaves out at most half of the remaining ones, so that a short run has steps too. If groups that start
+    together also end together, a run proceeds in waves of ``num_ahead`` + 1 steps, one of which waits for
+    most of the time. So if the remaining steps have at least one whole wave, the range consists of whole
+    waves.
     """
     assert 0 <= num_first < max(1, num_steps)
     end = num_steps - min(num_ahead, (num_steps - num_first) // 2)
@@ -215,8 +217,8 @@ def verdict_lines(measured: MeasuredSteps | None) -> list[str]:
 def describe_bottleneck(measured: MeasuredSteps | None) -> str:
     """Return a sentence that names the bottleneck of a run and its remedy.
 
-    The bottleneck is the measured activity that took longest. Unmeasured time is never named, because nobody
-    can act on it.
+    The bottleneck is the measured activity that took longest. Unmeasured time is never named, because there
+    is no remedy for it.
     """
     if measured is None:
         return "there are too few steps to tell what bounds the run"

@@ -18,6 +18,7 @@ from forgeasync.models import (
 )
 
 FLOAT32_BYTES = 4
+"""Bytes of a float32 number."""
 
 PLAN_ERROR = 0.1
 """Relative error of the memory plan (``planning.memory.NOTE``); no GPU is refused within this margin."""
@@ -83,6 +84,7 @@ class ParameterCounts:
 
     @property
     def total(self) -> int:
+        """Number of all parameters."""
         return self.experts + self.split + self.replicated
 
     @property
@@ -124,9 +126,9 @@ def active_parameters(facts: ModelFacts, counts: ParameterCounts) -> int:
 def pair_cost(facts: ModelFacts) -> float:
     """Return the work for a pair of a query and a key, relative to the other work on a token.
 
-    A forward pass needs 2 FLOPs for each parameter that a token uses, and 2 for each layer, head and
-    dimension of a key and of a value (Kaplan et al., 2020, section 2.1). A backward pass needs twice as many
-    of both. Layers with windows have few pairs.
+    A forward pass needs 2 FLOPs for each parameter that a token uses. A pair needs 2 for each layer, head and
+    dimension of a key and of a value. Source: Kaplan et al., 2020, section 2.1. A backward pass needs twice
+    as many of both. Layers with windows have few pairs.
     """
     num_layers = facts.num_layers - facts.num_windowed_layers
     of_pair = num_layers * facts.num_heads * (facts.head_dim + facts.value_head_dim)

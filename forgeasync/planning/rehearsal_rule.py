@@ -45,6 +45,7 @@ from forgeasync.planning.tiny_model import small_facts
 from forgeasync.schema import ConfigError, Problem
 
 GIB = 2**30
+"""Bytes of a GiB."""
 
 # Allowances for the fixed memory of processes: measured with torch 2.13 and vLLM 0.32 on CPUs and a model
 # of two layers, plus 10 %.
@@ -210,6 +211,7 @@ GENERATED = ReasoningGymSource(
     task="chain_sum",
     options={"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2},
 )
+"""Source of the tasks of a rehearsal, in place of a data set that is not on this machine."""
 
 NUM_TRAIN, NUM_EVALUATED = 256, 8
 

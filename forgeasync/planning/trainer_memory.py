@@ -55,6 +55,7 @@ class Moment:
 
     @property
     def total(self) -> float:
+        """Sum of all parts in bytes."""
         return self.activations + self.logits + self.gathered_weights + self.gathered_gradients
 
 

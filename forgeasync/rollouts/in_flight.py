@@ -30,6 +30,7 @@ from forgeasync.rollouts.token_records import KeptTokens
 from forgeasync.rollouts.trajectory import EpisodeId, SampledTokens
 
 MAGIC = b"forgeasync in flight 2\n"
+"""First bytes of a log, with the version of its format."""
 
 FINISHES = (None, *FinishReason)
 """Finish reasons by the number in ``TokenBatch.finishes_N``; None if the turn continues after the token."""
@@ -102,6 +103,7 @@ class TokenBatch:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of the batch."""
         return len(self.ids_N)
 
     def take(self, is_taken_N: np.ndarray) -> "TokenBatch":
@@ -154,13 +156,14 @@ class EndedTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgottenTurns:
-    """Record of turns that the log no longer needs: they are stored elsewhere or were given up."""
+    """Record of turns that the log may drop: they are stored elsewhere or were given up."""
 
     keys: tuple[int, ...]
     """``BegunTurn.key`` of each turn."""
 
 
 InFlightRecord = BegunTurn | TokenBatch | EndedTurn | ForgottenTurns
+"""A record of the log of tokens in flight."""
 
 _KINDS = (BegunTurn, TokenBatch, EndedTurn, ForgottenTurns)
 """Types of records by the kind in a record's head."""

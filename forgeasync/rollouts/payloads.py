@@ -392,7 +392,7 @@ class PayloadReader:
         """Return the arrays of a payload.
 
         Without ``copy``, they are read-only views of the shared memory, which stays allocated until the last
-        view is gone. If the writer frees the file earlier, this memory no longer counts as held.
+        view is gone. If the writer frees the file earlier, this memory does not count as held.
 
         Raises:
             PayloadNotFound: The file was freed, or never existed.

@@ -15,7 +15,12 @@ from forgeasync.config import PART_NAME_RULE, is_part_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One problem, with its prompt and reference answer."""
+    """One problem, with its prompt and reference answer.
+
+        task = fa.Task(task_id="0", prompt="1 + 3 =", answer="4", source_index=0, source="sums")
+
+    A data source makes tasks; make one yourself to test a reward or an environment.
+    """
 
     task_id: str
     """Identifier of the task, unique within its source and stable across runs."""
@@ -41,7 +46,7 @@ MAX_PARTS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Reward of one step of a response.
+    """Reward of one step of a response, for ``Score.steps``.
 
     Raises:
         ValueError: ``end`` is not a positive integer, or ``value`` is not a finite number up to ``LARGEST``.
@@ -99,12 +104,12 @@ class Score:
 
     Correctness is a separate field because rewards may have any scale up to ``LARGEST``.
 
-        Score(1.0, True)
-        Score(0.7, False, parts={"format": 0.2, "tests": 0.5}, has_answer=False)
+        fa.Score(1.0, True)
+        fa.Score(0.7, False, parts={"format": 0.2, "tests": 0.5}, has_answer=False)
 
     Raises:
-        ValueError: A number is not finite or too large, a flag is not a bool, a part's name cannot be part of
-            a metric's name, a penalty is negative, the ends of steps do not increase, or the feedback is too
+        ValueError: A number is not finite or too large; a flag is not a bool; a part's name cannot be part of
+            a metric's name; a penalty is negative; the ends of steps do not increase; or the feedback is too
             long or not valid Unicode. The message names the field and its value.
     """
 

@@ -25,6 +25,7 @@ from forgeasync.rollouts.rollout import EVERY_HOST, Group, PayloadRef
 from forgeasync.rollouts.score import Score
 
 SUFFIX = ".group"
+"""End of the names of files with a finished group."""
 
 MAGIC = b"FAKEPT1\n"
 

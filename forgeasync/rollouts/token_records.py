@@ -88,10 +88,12 @@ class RoutedExperts:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens S of prompt and response."""
         return len(self.is_recorded_S)
 
     @property
     def num_recorded(self) -> int:
+        """Number of tokens R whose experts are recorded."""
         return len(self.expert_ids_RMK)
 
     def split(self, index: int) -> tuple["RoutedExperts", "RoutedExperts"]:
@@ -162,6 +164,7 @@ class KeptTokens:
 
     @property
     def num_tokens(self) -> int:
+        """Number of sampled tokens T."""
         return len(self.offsets) - 1
 
     def slice(self, start: int, end: int) -> "KeptTokens":

@@ -24,6 +24,7 @@ HOST_DEVICES_VARIABLE = "FORGEASYNC_HOST_DEVICES"
 """Environment variable with the CUDA_VISIBLE_DEVICES of the whole host; not set if the host has none."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that request a process to stop."""
 
 
 def stay(number: int, frame: FrameType | None) -> None:

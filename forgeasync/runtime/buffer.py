@@ -201,6 +201,7 @@ class BufferProcess(SupervisedPool[Supervised[BufferActor]]):
         )
 
     def name_of(self, rank: int, number: int) -> str:
+        """Return the name of the process, for messages."""
         return "the buffer"
 
     def _on_start_failed(self, rank: int, number: int, error: Exception) -> Exception | None:

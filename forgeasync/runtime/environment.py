@@ -201,7 +201,7 @@ class EpisodeTurns:
 
 
 LINGER_S = 1.0
-"""Time at the end of a run during which clients are told that it has ended, in seconds."""
+"""Time at the end of a run during which clients are notified that it has ended, in seconds."""
 
 DEFAULT_AGENT = "agent"
 """Name of the agent if the config names none."""

@@ -75,7 +75,7 @@ class EnvironmentPool(SupervisedPool[Worker]):
     ) -> None:
         """``tell`` is called with a message about each worker that cannot be started.
 
-        ``serves``: the workers serve people, who are told when the run ends.
+        ``serves``: the workers serve people, who are notified when the run ends.
         """
         super().__init__(
             Role.ENVIRONMENT,
@@ -197,6 +197,7 @@ class EnvironmentPool(SupervisedPool[Worker]):
                 logger.warning("a worker could not tell people that the run has ended")
 
     def name_of(self, rank: int, number: int) -> str:
+        """Return the name of a worker, for messages."""
         return f"environment worker {number}"
 
     async def _join(self, replica: Worker) -> None:

@@ -551,5 +551,6 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def shutdown(self) -> None:
+        """End the engine, if it has started."""
         if self._loaded is not None:
             self._loaded.shutdown()

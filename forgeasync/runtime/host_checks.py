@@ -297,6 +297,7 @@ class HostGpus:
 
     @property
     def used(self) -> tuple[Gpu, ...]:
+        """GPUs that the run uses, the first ones of the host."""
         return self.facts.gpus[: self.num_needed]
 
 

@@ -31,6 +31,7 @@ from forgeasync.runtime.placement import GpuAllocator, spawn_role
 from forgeasync.runtime.stalls import read_stacks
 
 LOCAL_HOST_ID = "host-0"
+"""Id of the controller's host."""
 
 configure(**MONARCH_LIMITS)
 

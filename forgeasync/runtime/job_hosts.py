@@ -2,7 +2,7 @@
 
 Monarch 0.7.0 does not report the loss of a host: there is no supervision event within 90 s, and calls hang.
 Hosts also outlive a killed controller. Therefore the controller calls every agent periodically, and an agent
-that is no longer called ends its host.
+whose calls stop ends its host.
 """
 
 import asyncio
@@ -164,6 +164,7 @@ class JobHost:
 
     @property
     def is_lost(self) -> bool:
+        """Whether the host is lost."""
         return self.problem is not None
 
     @property

@@ -2,8 +2,8 @@
 
 Create a job before you use anything else of Monarch, because the job chooses the transport of processes.
 
-Monarch 0.7.0 reports problems late or never. With Slurm before 24.05 it reports a job as no longer active
-right after submission. If hosts cannot reach the controller, or ssh fails, it waits forever. Therefore
+Monarch 0.7.0 reports problems late or never. With Slurm before 24.05 it reports a job as ended right after
+submission. If hosts cannot reach the controller, or ssh fails, it waits forever. Therefore
 ``check_prerequisites`` runs first, and ``Submission`` reports the problems of Slurm or ssh.
 """
 

@@ -212,6 +212,7 @@ class ReplicaTable:
 
     @property
     def has_healthy(self) -> bool:
+        """Whether at least one replica is healthy."""
         return any(one.state is ReplicaState.HEALTHY for one in self.present)
 
     def all_have(self, version: int) -> bool:

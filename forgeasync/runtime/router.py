@@ -389,6 +389,7 @@ class GeneratorRouter:
 
     @property
     def num_hosts(self) -> int:
+        """Number of hosts with generators."""
         return len(self.pool.hosts)
 
     def lowest_version(self, host: int) -> int:

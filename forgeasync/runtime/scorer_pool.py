@@ -131,6 +131,7 @@ class ScorerProcesses(SupervisedPool[Scorer]):
         self.lose(scorer, what, await diagnose_hang(self.role, scorer.proc))
 
     def name_of(self, rank: int, number: int) -> str:
+        """Return the name of a scorer, for messages."""
         return "the scorer" if self._section.num_replicas == 1 else f"scorer {rank}"
 
     def _on_ready(self, replica: Scorer, fault: Fault | None) -> None:

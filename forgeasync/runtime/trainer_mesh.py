@@ -139,6 +139,7 @@ class TrainerMesh:
 
     @property
     def num_procs(self) -> int:
+        """Number of trainer ranks."""
         return len(self._ranks)
 
     @property
@@ -178,7 +179,7 @@ class TrainerMesh:
     ) -> StepResult:
         """Make an optimizer step on each minibatch of a batch, which has items by data rank and row.
 
-        Every rank reads the arrays of its own rows.
+        A rank reads the arrays of its rows only.
         """
         return await self._make_step(
             lambda rank, data_rank: rank.train_items.call_one([rows[data_rank] for rows in minibatches]),

@@ -147,6 +147,7 @@ def _is_of_collective(error: BaseException) -> bool:
 logger = logging.getLogger(__name__)
 
 Minibatches = list[list[list[list[TrainingItem]]]]
+"""Items of a batch, by minibatch, data rank and row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +271,7 @@ class TrainerRecovery:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the trainer no longer answers calls."""
+        """Whether the trainer does not answer calls."""
         return self._life.state.mesh.is_stuck or self._life.state.lost.is_set()
 
     def staged(self, manifest: Manifest) -> StagedWeights:

@@ -31,7 +31,7 @@ class DispatchOutcome(StrEnum):
     """The item waits for another assignment."""
     GIVEN_UP = "given_up"
     DISCARDED = "discarded"
-    """The assignment did not count any more; nothing has changed."""
+    """The assignment had ended earlier; nothing has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +203,7 @@ class Dispatcher:
         self._replicas[rank].is_up = True
 
     def withdraw(self, number: int) -> None:
-        """Remove an item that is not needed any more; no effect if it has ended."""
+        """Remove an item that is not needed; no effect if it has ended."""
         if number in self._items:
             self._end(number)
 

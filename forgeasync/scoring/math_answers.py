@@ -50,8 +50,8 @@ def after_reasoning(response: str) -> str:
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the ``\boxed`` or ``\fbox`` that starts last in ``text``; None without one.
 
-    Empty if that box is not finished: an earlier box is not an answer. A box inside a finished one belongs to
-    the content of the outer box. A box without braces has the text up to a space.
+    Empty if its braces are not closed, even if an earlier command is complete. A command inside the braces of
+    a complete one is part of that one's content. Without braces, the content is the text up to a space.
     """
     # One pass with a stack: matching braces from every box would take quadratic time in hostile text.
     open_braces: list[tuple[int, int] | None] = []
@@ -91,7 +91,7 @@ _END_OF_FORMULA = re.compile(r"\$|\\\)|\\\]|\n")
 
 
 def ends_unfinished(text: str) -> bool:
-    r"""Return whether the last formula of a text without a box is unfinished, as in ``$\frac{1}{$``."""
+    r"""Return whether the last formula of a text without ``\boxed`` is unfinished, as in ``$\frac{1}{$``."""
     opened: list[int] = []
     for brace in _BRACES.finditer(text):
         if brace.group() == "{":
@@ -140,9 +140,10 @@ _BASE_NAMES = {
 def plain_notation(content: str) -> str:
     r"""Rewrite the LaTeX of one answer in forms that math-verify reads, with the same meaning.
 
-    Constants lose their font (``\mathrm{e}``), empty sets are ``\emptyset``, repeating decimals and ``1 1/2``
-    are fractions, ``6e23`` is a product, spaces between thousands are removed, and a number in another base
-    is its value with the base as subscript, which ``forgeasync.scoring.math_answers`` reads.
+    Constants lose their font (``\mathrm{e}``). Empty sets become ``\emptyset``, repeating decimals and
+    ``1 1/2`` become fractions, and ``6e23`` becomes a product. Spaces between thousands are removed. A number
+    in another base becomes its value with the base as subscript, which math-verify reads after
+    ``repair``.
     """
     text = content.replace("\u2212", "-").replace("\u2013", "-").replace(r"\uppi", r"\pi ")
     text = text.replace(r"\bmod", r"\mod").replace(r"\left\lbrace", r"\{").replace(r"\right\rbrace", r"\}")
@@ -374,7 +375,7 @@ def _num_bits(number: sympy.Rational) -> int:
 
 
 def _num_bits_of_result(tree: sympy.Basic, args: list[Any]) -> float:
-    """Return an approximate upper bound of the result's bits; 0 if it is no larger than its arguments."""
+    """Return an approximate upper bound of the result's bits; 0 if it is at most its arguments."""
     if not all(isinstance(one, sympy.Rational) for one in args):
         return 0
     if isinstance(tree, sympy.Add | sympy.Mul):
@@ -457,7 +458,7 @@ def repair() -> None:
 
 
 MAX_UNBOXED_CHARS = 2000
-"""Number of characters at the end of a response without a box that are searched for an answer."""
+"""Number of characters at the end of a response without ``\\boxed`` that are searched for an answer."""
 
 _GSM8K_MARK = "####"
 # "#4" can mean 4, but math-verify finds no number in it. The hash after a letter or digit is part of

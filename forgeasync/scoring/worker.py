@@ -141,6 +141,7 @@ class GymVerifier:
 
 
 CHOICE_CODEC: TypeAdapter[VerifierChoice] = TypeAdapter(VerifierChoice)
+"""Converts a verifier's choice to JSON and back."""
 
 
 def build_verifier(choice: VerifierChoice) -> Verifier:

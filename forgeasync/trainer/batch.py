@@ -229,6 +229,7 @@ class TrainingItem:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of the item, prompt included."""
         return self.branch.num_tokens
 
 
@@ -239,10 +240,12 @@ def training_items(
     *,
     recorded: Collection[RolloutKey] | None = None,
 ) -> list[TrainingItem]:
-    """Return one item per branch.
+    """Return the training items of a batch: one for each branch of each rollout.
 
     Args:
+        groups: Scored groups of the batch.
         weights: Weight of each group, from rollout accounting.
+        algorithm: The config's ``algorithm`` section, which has the advantage.
         recorded: Rollouts whose tokens are all reported, in addition to the worst tokens of the batch; None:
             no token is reported.
 
@@ -330,8 +333,14 @@ def assign_rows(
 ) -> list[list[list[TrainingItem]]]:
     """Return the items of each row, ``[rank][microbatch]``, with the same number of microbatches per rank.
 
-    ``pair_cost`` is the work for a pair of a query and a key, relative to the other work on a token
-    (``rollouts.row_cost``).
+    Args:
+        items: Items of one optimizer step.
+        tokens_per_row: Maximum number of tokens of a row.
+        num_ranks: Number of data-parallel ranks.
+        pair_cost: Work for a pair of a query and a key, relative to the other work on a token
+            (``planning.pair_cost``).
+        share_prefixes: Whether a row has the tokens of a common beginning once.
+        routing_replay: Tokens whose recorded experts are replayed; it decides which prefixes can be shared.
     """
     # If only responses have records, those of a turn differ between the branch that trains it and others.
     num_shared = 1 if routing_replay is RoutingReplay.RESPONSE else None

@@ -119,7 +119,10 @@ class RowForward:
         return slice(int(first), int(end))
 
     def logprobs(self, row: PackedRow) -> torch.Tensor:
-        """Return float32 [T], over the row's kept sets, with gradients. Call it inside ``replay``."""
+        """Return log-probabilities of a row's targets over their kept sets, float32 [T], with gradients.
+
+        Call it inside ``replay``.
+        """
         return self.predictions(row, with_entropies=False).logprobs_T
 
     @torch.no_grad()

@@ -10,8 +10,8 @@ layer at the same input, so a forward pass takes twice as long and a backward pa
 Written against vLLM 0.32: ``Qwen3MoeDecoderLayer``, ``Qwen3DecoderLayer``, ``LlamaDecoderLayer`` and
 ``Sampler``. A release that computes something else is found by the trainer's comparison with the generator.
 
-Shape suffixes: B batch (one row), L packed row length, D model dim, N heads, H head size, E experts, K top-k,
-F dim of an expert, T targets, V vocabulary, S segments of the row, P keys of all segments, one path after the
+Shape suffixes: B batch (one row); L packed row length; D model dim; N heads; H head size; E experts; K top-k;
+F dim of an expert; T targets; V vocabulary; S segments of the row; P keys of all segments, one path after the
 other.
 """
 

@@ -2,20 +2,18 @@
 
 Each method calls the function that a module of vLLM 0.32 calls, so that both compute with one kernel:
 
-========== ============================================= ===================================================
-method     CPUs, float32                                 GPUs, bfloat16, ``VLLM_BATCH_INVARIANT``
-========== ============================================= ===================================================
-linear     torch, in blocks of rows                      ``linear_batch_invariant`` (Triton)
-norm       formula of ``RMSNorm``                        ``rms_norm_batch_invariant`` (Triton)
-sum_norm   formula of ``RMSNorm``                        ``fused_add_rms_norm`` (CUDA)
-rotate     ``rotary_embedding``                          ``rotary_embedding`` (CUDA)
-attend     ``cpu_attention_with_kv_cache``               ``unified_attention`` (Triton; ``TRITON_ATTN``)
-gated      formula of ``SiluAndMul``                     ``silu_and_mul`` (CUDA)
-route      formula of ``CPURouter``                      ``topk_softmax`` (CUDA)
-experts    ``cpu_fused_moe``                             ``fused_moe_kernel`` (Triton) and ``moe_sum`` (CUDA)
-scale      torch                                         ``_temperature_kernel`` (Triton)
-logprobs   torch, over whole rows                        ``_topk_log_softmax_kernel`` (Triton)
-========== ============================================= ===================================================
+    method     CPUs, float32                 GPUs, bfloat16, VLLM_BATCH_INVARIANT
+
+    linear     torch, in blocks of rows      linear_batch_invariant (Triton)
+    norm       formula of RMSNorm            rms_norm_batch_invariant (Triton)
+    sum_norm   formula of RMSNorm            fused_add_rms_norm (CUDA)
+    rotate     rotary_embedding              rotary_embedding (CUDA)
+    attend     cpu_attention_with_kv_cache   unified_attention (Triton; TRITON_ATTN)
+    gated      formula of SiluAndMul         silu_and_mul (CUDA)
+    route      formula of CPURouter          topk_softmax (CUDA)
+    experts    cpu_fused_moe                 fused_moe_kernel (Triton) and moe_sum (CUDA)
+    scale      torch                         _temperature_kernel (Triton)
+    logprobs   torch, over whole rows        _topk_log_softmax_kernel (Triton)
 
 ``gpu_operators`` has those of GPUs. vLLM's mode also replaces operators of torch, in the engine's process
 alone: what replaces ``linear`` has no backward pass.

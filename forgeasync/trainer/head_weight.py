@@ -4,8 +4,8 @@ Tokens come in chunks, and a chunk may read single rows of the weight. Autograd 
 the weight's dtype: in bfloat16 every addition rounds to 8 bits, an error of several percent for rows that
 many tokens read. Here the whole gradient is summed in float32 and rounded once.
 
-Shape suffixes: T tokens, U tokens whose logits are all computed, N pairs of a token and an id, D model dim, v
-this rank's slice of the vocabulary, R rows of the weight that pairs read.
+Shape suffixes: T tokens; U tokens whose logits are all computed; N pairs of a token and an id; D model dim; v
+this rank's slice of the vocabulary; R rows of the weight that pairs read.
 """
 
 from collections.abc import Iterator

@@ -29,7 +29,9 @@ from forgeasync.trainer.replay_router import checkpoint_weights
 from forgeasync.weights import NamedWeight, local_shard, shard_box
 
 CONFIG_FILE = "adapter_config.json"
+"""File with the config of an adapter, in PEFT's format."""
 WEIGHTS_FILE = "adapter_model.safetensors"
+"""File with the weights of an adapter, in PEFT's format."""
 
 
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")

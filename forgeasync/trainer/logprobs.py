@@ -7,8 +7,8 @@ set of token t is ``kept_ids[kept_offsets[t]:kept_offsets[t + 1]]``; an empty on
 ``LogprobHead`` is the model's output layer: it returns log-probabilities and never stores the logits of all
 tokens. Its weight may be sharded over the vocabulary (``VocabularySlice``).
 
-Shape suffixes: T tokens, V vocabulary, v this rank's slice of it, N kept ids of all tokens, D model dim, C
-tokens with a cut vocabulary, U tokens without, K requested ids of each token.
+Shape suffixes: T tokens; V vocabulary; v this rank's slice of it; N kept ids of all tokens; D model dim; C
+tokens with a cut vocabulary; U tokens without; K requested ids of each token.
 """
 
 from collections.abc import Iterator
@@ -147,13 +147,27 @@ def kept_logprobs(
     kept_ids: torch.Tensor,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """Return log softmax(logits / temperature) over each token's kept set, at the given tokens: [T].
+    """Return log softmax(logits / temperature) over each token's kept set, at the given tokens.
 
-    In float32 (float64 for float64 logits). ``kept_offsets``: int64 [T + 1]; ``kept_ids``: int32. Logits may
-    be a DTensor, sharded over the vocabulary or replicated. Differentiable in the logits: the gradient of row
-    t is (onehot(token) - softmax over the kept set) / temperature, and exactly zero outside of the set; with
-    a single kept token, value and gradient are exactly zero. A token outside of its own set has probability
-    zero: its logprob is -inf.
+        >>> logits_TV = torch.tensor([[0.0, 0.0, 0.0, 0.0]])
+        >>> offsets, ids = torch.tensor([0, 2]), torch.tensor([1, 3], dtype=torch.int32)
+        >>> fa.kept_logprobs(logits_TV, torch.tensor([3]), offsets, ids)
+        tensor([-0.6931])
+
+    The result is differentiable in the logits. The gradient of row t is (onehot(token) - softmax over the
+    kept set) / temperature, and exactly 0 outside of the set. With a single kept token, value and gradient
+    are exactly 0. A token outside of its kept set has probability 0, so its log-probability is -inf.
+
+    Args:
+        logits_TV: Logits; may be a DTensor, sharded over the vocabulary or replicated.
+        token_ids_T: Ids of the sampled tokens, of any integer type.
+        kept_offsets: Kept sets in CSR format, int64 [T + 1]: that of token t is
+            ``kept_ids[kept_offsets[t]:kept_offsets[t + 1]]``. An empty one means the whole vocabulary.
+        kept_ids: Ids of all kept sets, one after the other, int32.
+        temperature: Temperature of sampling, above 0.
+
+    Returns:
+        Log-probabilities in nats [T], float32, or float64 for float64 logits.
     """
     vocabulary = VocabularySlice.of(logits_TV, dim=1)
     local_Tv = logits_TV.to_local() if isinstance(logits_TV, DTensor) else logits_TV
@@ -182,12 +196,16 @@ def chunked_predictions(
     rounded once.
 
     Args:
-        weight_VD: Weight; may be a DTensor sharded over the vocabulary. Then ``hidden_TD`` is the same on all
-            of its ranks.
-        kept_offsets: In page-locked host memory, so that no GPU has to be waited for.
+        hidden_TD: Hidden states. If ``weight_VD`` is sharded, all of its ranks pass the same ones.
+        weight_VD: Weight of the output layer; may be a DTensor sharded over the vocabulary.
+        token_ids_T: See ``kept_logprobs``.
+        kept_offsets: See ``kept_logprobs``; in page-locked host memory, so that no GPU has to be waited for.
+        kept_ids: See ``kept_logprobs``.
+        temperature: Temperature of sampling, above 0.
         with_entropies: Whether to return the entropies of softmax(logits / temperature) over the same kept
             sets.
         extra_ids_TK: Ids (int64) at which to return log softmax(logits) over the full vocabulary.
+        chunk_tokens: Maximum number of tokens whose logits are in memory at the same time.
     """
     vocabulary = VocabularySlice.of(weight_VD, dim=0)
     weight = HeadWeight.of(weight_VD.to_local() if isinstance(weight_VD, DTensor) else weight_VD)

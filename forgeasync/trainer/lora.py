@@ -49,7 +49,10 @@ _ADAPTER = re.compile(
 
 
 class GroupedAdapter(Module):
-    """One adapter per expert: [R, I] to B A x, [R, O], with tokens sorted by expert."""
+    """Low-rank adapter of each expert: maps x [R, I], tokens sorted by expert, to B A x [R, O].
+
+    Source: Hu et al., "LoRA", 2021, section 4.1.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -64,6 +67,7 @@ class GroupedAdapter(Module):
         self.lora_b_EOr = nn.Parameter(torch.empty(config.num_experts, config.out_features, config.rank))
 
     def forward(self, x_RI: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+        """Return B A x [R, O] of tokens [R, I]; offsets_E has the end of each expert's tokens."""
         a_ErI, b_EOr = _own_part(self.lora_a_ErI), _own_part(self.lora_b_EOr)
         # Pad with zeros to a rank that grouped products accept; zeros add nothing.
         padding = -a_ErI.shape[1] % (_GROUPED_STRIDE_BYTES // a_ErI.element_size())

@@ -11,7 +11,12 @@ from forgeasync.weights import NamedWeight, WeightSet, local_shard, name_in
 
 
 def scheduled_learning_rate(optimizer: OptimizerSection, step: int) -> float:
-    """Return the learning rate of a batch, counted from 1: linear warmup, constant, linear decay to zero."""
+    """Return the learning rate of a batch: linear warmup, then constant, then linear decay to 0.
+
+    Args:
+        optimizer: The config's ``trainer.optimizer`` section.
+        step: Number of the batch, counted from 1.
+    """
     factor = min(1.0, step / max(1, optimizer.warmup_steps))
     if optimizer.decay_steps is not None:
         start, end = optimizer.decay_steps
@@ -30,7 +35,10 @@ def set_learning_rate(optimizer: torch.optim.AdamW, section: OptimizerSection, s
 def build_optimizer(
     trained: Sequence[tuple[str, torch.nn.Parameter]], optimizer: OptimizerSection
 ) -> torch.optim.AdamW:
-    """Return AdamW over these parameters, given by name."""
+    """Return AdamW over these parameters, given by name.
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2.
+    """
     # AdamW's fused loops cannot mix device meshes: experts (sharded over the expert mesh) and the rest
     # (sharded over the data mesh) are separate groups.
     by_mesh: dict[object, list[torch.nn.Parameter]] = {}

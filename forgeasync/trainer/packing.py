@@ -54,67 +54,82 @@ class PlacedSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSequence:
-    """One prompt and response with the inputs of the objective.
-
-    Ids are int32. ``behavior_logprobs_T`` is float32. ``ages_T`` (int32) has the number of policy versions
-    between sampling and this optimizer step. ``expert_ids_SMK`` (int16 [P + T, M, K]) has the experts to
-    replay, with ``NO_RECORD`` where the trainer's router chooses; None: it always chooses. ``kept_tokens``
-    None: all tokens were kept. ``is_sampled_T`` (bool) is False for response tokens that are not targets,
-    whose values in the other arrays are ignored; None: all are targets.
-    """
+    """One prompt and response with the inputs of the objective."""
 
     prompt_ids_P: np.ndarray
+    """Token ids of the prompt, int32."""
     response_ids_T: np.ndarray
+    """Token ids of the response, int32."""
     behavior_logprobs_T: np.ndarray
+    """Log-probabilities under the policy that sampled the tokens, float32."""
     ages_T: np.ndarray
+    """Policy versions between the sampling of each token and this optimizer step, int32."""
     advantage: float | np.ndarray
     """One number for all response tokens, or float32 [T]."""
     weight: float = 1.0
     """Weight of the sequence in the batch's loss."""
     expert_ids_SMK: np.ndarray | None = None
+    """Experts to replay, int16; ``NO_RECORD`` where the trainer's router chooses. None: it always does."""
     kept_tokens: KeptTokens | None = None
+    """Kept set of each response token. None: all tokens were kept."""
     is_sampled_T: np.ndarray | None = None
+    """Whether each response token is a target, bool. None: all are.
+
+    Values of the others in the arrays above are ignored.
+    """
     teacher: TeacherRecord | None = None
+    """The teacher's scores of the targets; None without a teacher."""
     source: Source | None = None
     """Source of the tokens in reports; None if single tokens are not reported."""
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of prompt and response."""
         return len(self.prompt_ids_P) + len(self.response_ids_T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
-    """Sequences as a forest of tokens, with the targets of each sequence in turn.
-
-    ``positions_L`` are depths: they restart at 0 with each tree. ``num_uses_L`` is the number of sequences
-    that a token belongs to, 0 for padding. ``places_T`` are the positions in the row at which targets are
-    predicted, and ``sequence_ids_T`` count the sequences of the row. ``kept_tokens`` has one set per target.
-    ``teacher`` has one record per target; it is None for an empty row, and in runs without a teacher.
-    """
+    """Sequences as a forest of tokens, with the targets of each sequence in turn."""
 
     token_ids_L: np.ndarray
+    """Ids of the tokens, with padding at the end."""
     positions_L: np.ndarray
+    """Depth of each token in its tree, which is its position in its sequences."""
     visible_until_L: np.ndarray
+    """Position in the row before which later tokens attend to each token."""
     num_uses_L: np.ndarray
+    """Number of sequences that each token belongs to; 0 for padding."""
     expert_ids_LMK: np.ndarray | None
+    """Experts to replay, with ``NO_RECORD`` where the trainer's router chooses. None: it always does."""
     places_T: np.ndarray
+    """Position in the row at which each target is predicted."""
     target_ids_T: np.ndarray
+    """Ids of the targets."""
     behavior_logprobs_T: np.ndarray
+    """Log-probabilities of the targets under the policy that sampled them."""
     advantages_T: np.ndarray
+    """Advantage of each target."""
     sample_weights_T: np.ndarray
+    """Weight of each target's sequence in the batch's loss."""
     ages_T: np.ndarray
+    """Policy versions between the sampling of each target and this optimizer step."""
     sequence_ids_T: np.ndarray
+    """Index of each target's sequence in the row."""
     kept_tokens: KeptTokens
+    """Kept set of each target."""
     num_sequences: int
+    """Number of sequences in the row."""
     num_prefix_splits: int = 0
     """Number of common beginnings that end where recorded experts differ, not tokens."""
     teacher: TeacherRecord | None = None
+    """The teacher's scores of the targets; None for an empty row, and in runs without a teacher."""
     sources: tuple[PlacedSource, ...] = ()
     """One source for each sequence, or none."""
 
     @property
     def num_targets(self) -> int:
+        """Number of trained tokens T."""
         return len(self.places_T)
 
 

@@ -32,7 +32,10 @@ class NotedPlaces:
 
 
 class ReplayRouter(TokenChoiceTopKRouter):
-    """``TokenChoiceTopKRouter`` with a ``replay`` context; without it, exactly that router."""
+    """``TokenChoiceTopKRouter`` with a ``replay`` context, which routes tokens to recorded experts.
+
+    Outside of the context it is exactly that router.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
@@ -59,13 +62,17 @@ class ReplayRouter(TokenChoiceTopKRouter):
         num_uses_BL: torch.Tensor | None = None,
         noted: NotedPlaces | None = None,
     ) -> Iterator[None]:
-        """Route by these ids (any integer type) in forward passes until the context ends.
+        """Route by recorded ids in forward passes until the context ends.
 
-        The router itself routes tokens with any ``NO_RECORD`` among their ids. With tensor parallelism every
-        rank passes the ids of all tokens, with context parallelism those of its own. With activation
+        The router chooses the experts of tokens with any ``NO_RECORD`` among their ids. With activation
         checkpointing, which recomputes the forward pass, the backward pass must also run in the context.
-        Tokens are counted per expert, each ``num_uses_BL`` times (integers, in the layout of the ids). The
-        outcome of each token's decision is written to ``noted``.
+
+        Args:
+            expert_ids_BLK: Ids of the experts, of any integer type. With tensor parallelism every rank passes
+                the ids of all tokens, with context parallelism those of its part.
+            num_uses_BL: How often each token counts in ``expert_counts_E``, of any integer type; None: the
+                tokens of each expert are not counted.
+            noted: Where to write whether each token's experts are those that the router would have chosen.
         """
         assert self.replayed_BLK is None, "replay contexts of one router do not nest"
         self.replayed_BLK = expert_ids_BLK.long()

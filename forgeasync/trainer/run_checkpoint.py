@@ -281,6 +281,7 @@ class CheckpointWriter:
 
 NUM_SLOTS = 2
 HEADER_BYTES = 4096
+"""Size of a snapshot file's header in bytes."""
 ALIGNMENT = 64
 _MAGIC = b"forgesnp"
 _FIELDS = struct.Struct("<8sqQQ16s")

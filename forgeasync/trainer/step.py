@@ -36,20 +36,22 @@ class BadStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Measurements of the optimizer steps of one batch, over the whole mesh.
-
-    ``metrics`` are means over the trained tokens of a step, then over the steps (``merge_step_results``), by
-    their names in metrics.jsonl. ``skip_reason`` is the reason why a step was not made; if no step was made,
-    the version has the weights of the previous version.
-    """
+    """Measurements of the optimizer steps of one batch, over the whole mesh."""
 
     policy_version: int
+    """Version of the weights after the steps."""
     num_targets: int
+    """Number of trained tokens."""
     num_padding_tokens: int
+    """Number of padding tokens at the ends of rows."""
     num_computed_tokens: int = 0
+    """Number of tokens that forward passes computed, shared prefixes once."""
     train_s: float
+    """Duration of the steps in seconds."""
     metrics: dict[str, float]
+    """Means over the trained tokens of a step, then over the steps, by their names in metrics.jsonl."""
     skip_reason: str | None
+    """Reason why a step was not made, or None. If no step was made, the version has the previous weights."""
     is_rolled_back: bool = False
     """Whether weights, moments and random states are those of the batch's start."""
     ends_run: bool = False

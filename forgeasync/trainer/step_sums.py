@@ -215,7 +215,7 @@ def is_fresh(row: PackedRow) -> np.ndarray:
 def is_after_swap(row: PackedRow) -> np.ndarray:
     """Return whether older weights sampled a token before each target, in the same turn: bool [T].
 
-    The next turn of an episode computes its whole prompt anew. Text between two turns is not a target, so
+    The next turn of an episode computes its whole prompt again. Text between two turns is not a target, so
     the places of one turn's targets are consecutive.
     """
     is_first_T = np.diff(row.places_T, prepend=-2) != 1

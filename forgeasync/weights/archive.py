@@ -1,10 +1,10 @@
 """Archive of the published versions (``weights.archive``): files of every rank in the folder ``versions``.
 
-A file ``00000020-rank-0.weights`` has a header with the layout of the rank, version 20 whole, and a record
-for each later version, which is a patch from an older version of the file. The rank's next file begins after
-``checkpoint.every_steps`` versions. It begins earlier if the trainer was started again, if no version of the
-file is staged, or if the disk has refused a record. A version belongs to the newest file that begins with it
-or before, so a resumed run supersedes the versions that it makes again.
+A file ``00000020-rank-0.weights`` has a header with the layout of the rank, and version 20 whole. A record
+for each later version follows, which is a patch from an older version of the file. The rank's next file
+begins after ``checkpoint.every_steps`` versions. It begins earlier if the trainer was started again, if no
+version of the file is staged, or if the disk has refused a record. A version belongs to the newest file that
+begins with it or before, so a resumed run supersedes the versions that it makes again.
 
 Every record has its length and checksum, and every version the checksums of its blocks.
 """
@@ -102,7 +102,7 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 class ArchiveWriter:
-    """Writes the versions of one rank in a thread of its own.
+    """Writes the versions of one rank in a separate thread.
 
     Nothing waits for the disk. If it is full or too slow, versions are left out until it takes a whole one.
     """
@@ -126,7 +126,7 @@ class ArchiveWriter:
     def add(self, version: int, staged: StagedContent) -> str | None:
         """Copy a version out of its staging buffer and have it written.
 
-        Returns what keeps the archive from having all versions at this moment.
+        Returns why the archive leaves out versions; None if it has all of them.
         """
         patch = next((one for one in staged.patches[:1] if one.base in self._digests), None)
         every = self._plan.every_steps

@@ -166,8 +166,8 @@ class WeightFetcher:
     def take_share(self, share: HostShare) -> None:
         """Change the share that this generator fetches.
 
-        Previously fetched blocks no longer count as held: the generators of the host have changed, and others
-        may have overwritten them.
+        Blocks that were fetched before do not count as held: the generators of the host have changed, and
+        others may have overwritten them.
         """
         self._needed = [
             blocks & share.of_blocks(rank, self._transports[rank.rank].granularity)

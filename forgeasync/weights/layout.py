@@ -4,7 +4,7 @@ A layout is made once, when trainer and generators connect, and applies to every
 its shards, cut into pieces; a shard that several ranks hold is published by one of them. The ``Manifest`` of
 a version has the checksum of every block of ``BLOCK_BYTES``.
 
-Trainer and engine shard the same tensors differently. Every overlap of a published piece with a box of an
+Trainer and engine shard the same tensors differently. Every overlap of a published piece with a block of an
 engine's parameter is one strided copy, planned once and executed for every version (``plan_copies``). Copies
 at equal distances, such as those of a layer's experts, are joined into one copy with an additional dimension.
 """
@@ -27,6 +27,7 @@ from forgeasync.config import PATCH_SHARE, Dtype
 from forgeasync.weights.ledger import BLOCK_BYTES
 
 TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+"""Torch dtype of each dtype of a config."""
 
 
 ALIGNMENT = 64
@@ -69,6 +70,7 @@ class Box:
 
     @property
     def num_elements(self) -> int:
+        """Number of elements."""
         return math.prod(self.size)
 
     def overlap(self, other: "Box") -> "Box | None":
@@ -94,6 +96,7 @@ class Piece:
 
     @property
     def num_elements(self) -> int:
+        """Number of elements of all tensors of the piece."""
         return len(self.names) * self.box.num_elements
 
 
@@ -214,8 +217,8 @@ def shard_box(tensor: torch.Tensor) -> Box:
 def assign_boxes(boxes_by_rank: Sequence[Sequence[Box]]) -> list[list[int]]:
     """Return the indices of the weights that each rank publishes.
 
-    ``boxes_by_rank`` has the box of every weight on every rank. If several ranks hold the same box, the one
-    with the least to publish so far publishes it.
+    ``boxes_by_rank`` has the ``Box`` of every weight on every rank. If several ranks hold the same one, the
+    rank with the least to publish so far publishes it.
     """
     assigned: list[list[int]] = [[] for _ in boxes_by_rank]
     load = [0] * len(boxes_by_rank)
@@ -313,6 +316,7 @@ class StridedCopy:
 
     @property
     def num_elements(self) -> int:
+        """Number of elements that are copied."""
         return math.prod(self.size)
 
     def source(self, image: torch.Tensor) -> torch.Tensor:

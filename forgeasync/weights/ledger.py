@@ -2,8 +2,8 @@
 
 There are two buffers (slots). The publisher writes a version into a slot without readers, if possible not
 into the slot of the newest version. Readers lease the newest version while they copy it. If no slot is free,
-a version is skipped and owed: it is published when a lease ends. A lease that outlives its deadline no longer
-counts; if its reader is still copying, checksums reveal the changed bytes.
+a version is skipped and owed: it is published when a lease ends. A lease that outlives its deadline does not
+count; if its reader is still copying, checksums reveal the changed bytes.
 
 ``WeightLedger`` is a pure state machine with time as an argument. ``WeightExchange`` adds waiting:
 ``until_owed`` returns once a publisher that skipped a version can publish again, and ``lease`` waits for a
@@ -58,7 +58,7 @@ class StagedShard:
     patches: tuple[Patch, ...] = ()
     """Patches from older versions, newest first."""
     archive_refusal: str | None = None
-    """Why the archive leaves out versions at this moment; None: it has all."""
+    """Why the archive leaves out versions; None: it has all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Manifest:
     patches: tuple[tuple[Patch, ...], ...] = ()
     """Patches of every rank, newest first, by rank; empty without ``weights.delta``."""
     archive_refusal: str | None = None
-    """Why the archive leaves out versions at this moment, of the first rank that does."""
+    """Why the archive leaves out versions, of the first rank that does; None: it has all."""
 
     @property
     def digest(self) -> str:

@@ -163,6 +163,7 @@ class StagingBuffers:
 
     @property
     def paths(self) -> tuple[Path, ...]:
+        """Files of the buffers in shared memory, by slot."""
         return tuple(file.path for file in self._files)
 
     def bytes(self, slot: int) -> torch.Tensor:

@@ -193,7 +193,7 @@ def write_own_transport(folder: Path, module: str) -> PythonCode:
     Its files go into ``folder`` too.
     """
     assert Transport.__doc__ is not None
-    _, code = inspect.getdoc(Transport).split(".. code-block:: python\n")
+    _, code = inspect.getdoc(Transport).split("a folder that all hosts mount:\n")
     code, _ = code.split("\nRules for a transport:")
     (folder / f"{module}.py").write_text(textwrap.dedent(code))
     return PythonCode(factory=f"{module}.FolderTransport", options={"folder": str(folder)})

@@ -144,6 +144,7 @@ MAX_FEEDBACK = 64
 """Maximum number of ``Feedback`` entries of a session."""
 
 MAX_COMMENT_CHARS = 10_000
+"""Maximum length of a comment in characters."""
 
 MAX_SCORE = 1e6
 
@@ -201,7 +202,11 @@ def read_feedback(body: Mapping[str, Any]) -> tuple[Feedback, bool]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """Limits of one session. Times are in seconds. Raises ValueError if one is not positive and finite."""
+    """Limits of one session. Times are in seconds.
+
+    Raises:
+        ValueError: A limit is not positive and finite.
+    """
 
     max_body_bytes: int = 8 * 2**20
     """Maximum size of a request's body after decompression. A larger one gets 413."""

@@ -215,6 +215,7 @@ class InProcessAsyncClient(EngineCoreClient):
         return await asyncio.wrap_future(future)
 
     async def get_output_async(self) -> EngineCoreOutputs:
+        """Wait for the outputs of the next step; raise the error of a failed one."""
         item = await self._outputs.get()
         if isinstance(item, BaseException):
             raise item
@@ -272,6 +273,8 @@ class InProcessAsyncClient(EngineCoreClient):
         return result[0]
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Add a request between two steps."""
+
         def add(core: EngineCore) -> None:
             # Salted in the engine thread, so that no swap can intervene: a prefix computed with old weights
             # is never used by a request that starts with new ones.
@@ -298,6 +301,7 @@ class InProcessAsyncClient(EngineCoreClient):
                 request.update_block_hashes()
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
+        """End requests between two steps. Unknown ids are ignored."""
         if request_ids and not self.resources.engine_dead:
             await self.between_steps(lambda core: self.end_requests(core, request_ids), needs_drain=False)
 
@@ -312,16 +316,19 @@ class InProcessAsyncClient(EngineCoreClient):
         self._hand_over(EngineCoreOutputs(finished_requests=set(ended), outputs=outputs))
 
     async def get_supported_tasks_async(self) -> tuple[Any, ...]:
+        """Return the tasks that the model supports."""
         return self._core.get_supported_tasks()
 
     async def reset_prefix_cache_async(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
+        """Empty the prefix cache between two steps; return whether it was emptied."""
         return await self.between_steps(
             lambda core: core.reset_prefix_cache(reset_running_requests, reset_connector)
         )
 
     async def reset_mm_cache_async(self) -> None:
+        """Empty the cache of multimodal inputs between two steps."""
         await self.between_steps(lambda core: core.reset_mm_cache())
 
     def shutdown(self, timeout: float | None = None) -> None:

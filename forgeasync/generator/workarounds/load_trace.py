@@ -30,7 +30,7 @@ aten = torch.ops.aten
 class Region:
     """Part of a checkpoint tensor, and where the engine stores it.
 
-    ``target_strides`` has one entry per dimension of the box, because loaders may transpose dimensions.
+    ``target_strides`` has one entry per dimension of ``box``, because loaders may transpose dimensions.
     """
 
     name: str
@@ -172,7 +172,7 @@ def _unfilled(parameters: Mapping[str, torch.Tensor], num_filled: Mapping[str, i
 def _region(
     name: str, shape: tuple[int, ...], parameter: str, target: torch.Tensor, source: torch.Tensor
 ) -> Region | None:
-    """Return the region of a copy; None if ``source`` is not a box of its tensor."""
+    """Return the region of a copy; None if ``source`` is not a ``Box`` of its tensor."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if target.shape != source.shape:
         return None

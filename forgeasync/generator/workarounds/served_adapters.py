@@ -189,8 +189,8 @@ def install(core: EngineCore, request: LoRARequest) -> None:
 def not_applied(worker: WorkerBase, folder: str) -> list[str]:
     """Return the modules of the adapter in ``folder`` that this worker does not compute with.
 
-    Call after the worker has loaded it. A module is applied if the layer that it belongs to, itself or fused
-    with others, is wrapped, is in the loaded adapter, and the adapter is in the slot that requests use.
+    Call after the worker has loaded it. A module is applied on three conditions: its layer, itself or fused
+    with others, is wrapped; it is in the loaded adapter; the adapter is in the slot that requests use.
     """
     runner = worker.model_runner
     # vLLM declares the model runner as a module or None.

@@ -1,8 +1,8 @@
-"""Watcher of one call of a box: starts the command, sends its output to the host and enforces its deadline.
+"""Watcher of one call in a sandbox: starts the command, sends its output and enforces its deadline.
 
 The watcher is a subreaper, so all processes that the command starts, however detached, stay its descendants
-and can be killed. It exits with 0 if no process is left. After any other exit code, or if code in the box
-kills the watcher, the supervisor kills all processes of the box.
+and can be killed. It exits with 0 if no process is left. After any other exit code, or if code in the sandbox
+kills the watcher, the supervisor kills all processes of the sandbox.
 
 A call runs either one command or a session. A session is a sequence of runs by one process (a shell or a
 Python interpreter). A run ends when both output streams contain the mark of that run, a random nonce. On

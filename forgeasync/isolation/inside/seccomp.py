@@ -1,4 +1,4 @@
-"""System calls that a box may not make, and the seccomp filter program that denies them.
+"""System calls that a sandbox may not make, and the seccomp filter program that denies them.
 
 The program is classic BPF over ``struct seccomp_data``
 (https://docs.kernel.org/userspace-api/seccomp_filter.html). Numbers are those of
@@ -22,7 +22,7 @@ _NEWEST_CALL = 466
 _NAMESPACES = 0x7E020000
 """Flags of ``clone`` that are denied: CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
 _FAMILIES = (1, 2, 10)
-"""Address families that are allowed: AF_UNIX, AF_INET and AF_INET6, which the box's network namespace
+"""Address families that are allowed: AF_UNIX, AF_INET and AF_INET6, which the sandbox's network namespace
 isolates. Others are not isolated (AF_VSOCK reaches the hypervisor) or expose much of the kernel (AF_ALG,
 AF_NETLINK, AF_PACKET)."""
 _TERMINAL_INPUT = (0x5412, 0x541C)

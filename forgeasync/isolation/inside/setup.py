@@ -1,6 +1,6 @@
-"""Sets up a box inside bubblewrap's namespaces: file systems, user, privileges and system call filter.
+"""Sets up a sandbox inside bubblewrap's namespaces: file systems, user, privileges and system call filter.
 
-This runs once in the supervisor, before any code of the box. Dropped privileges cannot be regained.
+This runs once in the supervisor, before any code of the sandbox. Dropped privileges cannot be regained.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _join(namespace: int, name: str) -> None:
 
 
 def enter(settings: dict[str, Any], final_user: int | None) -> None:
-    """Set up the box in this process, which becomes its supervisor; raises OSError if the kernel refuses."""
+    """Set up the sandbox in this process, its future supervisor; raise OSError if the kernel refuses."""
     become_subreaper()
     if settings["isolated"]:
         _mount_writable_folders(settings)
@@ -88,7 +88,7 @@ def enter(settings: dict[str, Any], final_user: int | None) -> None:
 
 def _mount_writable_folders(settings: dict[str, Any]) -> None:
     """Mount all writable folders from one tmpfs, so that they share one limit on bytes and files."""
-    # In a user namespace, the box's user is the current user under another id.
+    # In a user namespace, the sandbox's user is the current user under another id.
     uid, gid = (settings["uid"], settings["gid"]) if settings["change_user"] else (os.getuid(), os.getgid())
     options = f"size={settings['disk_bytes']},nr_inodes={settings['max_files'] + 4},mode=0755"
     _mount("box", _DISK, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
@@ -106,7 +106,7 @@ def _mount_writable_folders(settings: dict[str, Any]) -> None:
 
 
 def _write_system_files(settings: dict[str, Any]) -> None:
-    """Write files in /etc that name the users of the box and the loopback address."""
+    """Write files in /etc that name the users of the sandbox and the loopback address."""
     uid, gid = settings["uid"], settings["gid"]
     for name, text in (
         ("passwd", f"root:x:0:0::/:/bin/sh\nbox:x:{uid}:{gid}::/tmp:/bin/sh\n"),
@@ -132,7 +132,7 @@ def _give_up_privileges(settings: dict[str, Any]) -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _checked(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    # Processes of the box have the same user and could otherwise read and write this process's memory.
+    # Processes of the sandbox have the same user and could otherwise read and write this process's memory.
     _prctl(_PR_SET_DUMPABLE, 0)
     instructions = seccomp.program(os.uname().machine)
     filtered = _FilterProgram(
@@ -172,7 +172,7 @@ def limit_resources(settings: dict[str, Any]) -> None:
         (resource.RLIMIT_CPU, settings["cpu_s"]),
         # Limits private writable memory. RLIMIT_AS would stop programs that only reserve address space.
         (resource.RLIMIT_DATA, memory),
-        # An isolated box has a tmpfs of limited size: a full disk is an error that programs can handle,
+        # An isolated sandbox has a tmpfs of limited size: a full disk is an error that programs can handle,
         # whereas exceeding RLIMIT_FSIZE kills them.
         (resource.RLIMIT_FSIZE, resource.RLIM_INFINITY if settings["isolated"] else disk),
         (resource.RLIMIT_MEMLOCK, 0),

@@ -1,12 +1,12 @@
-"""Supervisor of a box, and the launcher that forks one supervisor per box.
+"""Supervisor of a sandbox, and the launcher that forks one supervisor per sandbox.
 
-The launcher is one Python process that has loaded all modules, because starting Python in every box would
+The launcher is one Python process that has loaded all modules, because starting Python in every sandbox would
 take longer than the rest of the setup. A fork of it joins the namespaces that bubblewrap has made, before any
-code of the box runs, sets up the box from inside and becomes its supervisor. The supervisor forks a watcher
-for each call, reaps processes, and monitors memory and the number of processes.
+code of the sandbox runs, sets up the sandbox from inside and becomes its supervisor. The supervisor forks a
+watcher for each call, reaps processes, and monitors memory and the number of processes.
 
-A supervisor reads no data written by code in the box. That code runs as the same user and can kill or stop
-the supervisor. The host then ends the box through its first process, which that code cannot reach.
+A supervisor reads no data written by code in the sandbox. That code runs as the same user and can kill or
+stop the supervisor. The host then ends the sandbox through its first process, which that code cannot reach.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     os.close(null)
     # A supervisor is a grandchild: when the process in between exits, the launcher adopts and later reaps it.
     setup.become_subreaper()
-    # Otherwise "pkill python" in a box would kill its supervisor.
+    # Otherwise "pkill python" in a sandbox would kill its supervisor.
     setup.rename("forgeasync-box")
     _signal.signal(_signal.SIGCHLD, lambda number, frame: tree.reap())
     # The host handles Ctrl-C.
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _launch(control_fd: int, settings: dict[str, Any]) -> None:
-    """Turn the forked process into the supervisor of a box. Does not return."""
+    """Turn the forked process into the supervisor of a sandbox. Does not return."""
     try:
         _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
         control = _socket.socket(fileno=control_fd)

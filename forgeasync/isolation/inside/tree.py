@@ -1,4 +1,4 @@
-"""Functions on the processes of a box: list descendants, measure memory, kill and reap."""
+"""Functions on the processes of a sandbox: list descendants, measure memory, kill and reap."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Format of the messages between the host and the supervisor and watchers of a box.
+"""Format of the messages between the host and the supervisor and watchers of a sandbox.
 
 On the control socket, the supervisor first sends ``READY``, or ``FAILED_SETUP`` with the reason. Then the
 host sends ``ASK`` messages, which start a call (with the call's socket attached) or kill all processes. The
@@ -22,7 +22,7 @@ LOST = struct.Struct("<IB")
 """Number of a call, and cause of its death (one of ``LOST_*``)."""
 LOST_TAMPERED, LOST_MEMORY, LOST_PROCESSES, LOST_NO_PROCESS, LOST_ASKED = 1, 2, 3, 4, 5
 LOST_CLOSED = 6
-"""Cause when the host itself has closed the box; never sent."""
+"""Cause when the host itself has closed the sandbox; never sent."""
 
 FRAME = struct.Struct("<BI")
 REQUEST, STDIN, STDOUT, STDERR, DONE, FAILED = 1, 2, 3, 4, 5, 6

@@ -28,6 +28,7 @@ if not torch.accelerator.is_available():
 
 
 DEVICE_TYPE: str = titan_utils.device_type
+"""Type of this machine's devices: ``cuda`` or ``cpu``."""
 
 
 def allow_gloo_reduction(model: torch.nn.Module) -> None:

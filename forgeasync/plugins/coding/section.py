@@ -26,6 +26,7 @@ HOW_TO_WORK = (
     "call submit when you are done. Your changes are judged by tests that you cannot see; changes to test "
     "files and to the configuration of tests do not count."
 )
+"""Default instructions for the model at the start of each coding task."""
 
 
 class CodingSource(InstalledSource):

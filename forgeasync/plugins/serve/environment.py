@@ -330,6 +330,7 @@ class EndedSession:
     """A session that has ended, with at least one turn."""
 
     end: SessionEnd
+    """How the session ended."""
     feedback: tuple[Feedback, ...]
     """Feedback of the client, oldest first."""
     branches: tuple[RecordedBranch, ...]
@@ -354,7 +355,7 @@ class ServedSessions(Environment):
                 solved = await look_up(session.messages)
                 return None if solved is None else fa.Score(float(solved), solved)
 
-        environment: {kind: python, factory: my_package.tickets.Tickets}
+    To use it, set ``environment: {kind: python, factory: my_package.tickets.Tickets}``.
     """
 
     serves_people: ClassVar[bool] = True
@@ -476,7 +477,7 @@ def exchanges(branches: Sequence[RecordedBranch]) -> list[tuple[str, str]]:
 
 
 def read_answer(text: str) -> float | None:
-    """Return 1 for good, 0 for bad and None for everything else."""
+    """Return 1 for ``good``, 0 for ``bad`` and None for everything else."""
     if len(text) > MAX_ANSWER_CHARACTERS:
         return None
     return _VALUES.get(text.strip().removesuffix(".").casefold())

@@ -165,6 +165,7 @@ class SimulatedGroup:
 
     @property
     def group_id(self) -> int:
+        """Id of the group."""
         return self.start.group_id
 
     @property
@@ -238,6 +239,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
+        """Number of running sequences."""
         return len(self._running)
 
     @property

@@ -61,7 +61,11 @@ class Distribution(Section):
 
     @classmethod
     def of(cls, samples: Sequence[float], *, num_quantiles: int = NUM_QUANTILES) -> Self:
-        """Return the empirical distribution of at least one sample. Raises ValueError without samples."""
+        """Return the empirical distribution of samples.
+
+        Raises:
+            ValueError: There are no samples.
+        """
         if not samples:
             raise ValueError("a distribution needs at least one sample")
         ordered = sorted(samples)
@@ -206,7 +210,8 @@ lasts as long as the longest response of its batch."""
 def fit_lengths(prompts: Sequence[float], groups: Sequence[Sequence[float]]) -> Lengths:
     """Return the lengths of one source, from the tokens of its prompts and of each group's responses.
 
-    Raises ValueError without a prompt or a response.
+    Raises:
+        ValueError: There is no prompt or no response.
     """
     lengths = [length for group in groups for length in group]
     return Lengths(

@@ -1,8 +1,8 @@
 """Simulates one run: the loops of ``apps/grpo.py`` as events around the real state machines.
 
-The buffer with its accounting and load control, the table that chooses generators, the dispatcher of scorers,
-the payload budget, the weight ledger, the data order and the packing of rows are the real ones. Only the
-times between their events are simulated, from a profile. docs/simulation.md lists what is not modeled.
+These are the real ones: the buffer with its accounting and load control, the table that chooses generators,
+the dispatcher of scorers, the payload budget, the weight ledger, the data order and the packing of rows. Only
+the times between their events are simulated, from a profile. docs/simulation.md lists what is not modeled.
 
 ``RunSimulation`` has the loops that start groups and train. ``Generators`` samples, ``Scorers`` scores, and
 ``WeightUpdates`` brings new versions to the generators.
@@ -69,8 +69,8 @@ class RandomDraws:
     """Draws the tasks in the order of the data, the rollouts of their groups, and service times.
 
     The draws of a group depend only on the seed and on the task or draw. Two runs that differ in one number
-    of their config therefore have the same prompts and lengths, so that a difference between their
-    predictions comes from that number and not from chance (common random numbers).
+    of their config therefore have the same prompts and lengths. A difference between their predictions comes
+    from that number, not from chance (common random numbers).
     """
 
     def __init__(self, run: SimulatedRun, profile: Profile) -> None:

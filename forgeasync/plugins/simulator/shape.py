@@ -229,6 +229,7 @@ class Prediction:
 
     @property
     def mean_age(self) -> float:
+        """Mean age of the trained tokens in policy versions."""
         ages = self.num_tokens_by_age
         return sum(age * num for age, num in ages.items()) / sum(ages.values())
 

@@ -28,8 +28,8 @@ C = TypeVar("C", bound=Contents)
 class FollowedFile(Generic[C]):
     """A file to which another process appends lines, with the contents of its lines so far.
 
-    It need not exist, and is read anew if it was replaced or truncated. A last line without a newline is
-    incomplete: it is still being written, or a crash cut it. It is read once it is complete.
+    It need not exist, and is read from its start if it was replaced or truncated. A last line without a
+    newline is incomplete: it is still being written, or a crash cut it. It is read once it is complete.
     """
 
     def __init__(

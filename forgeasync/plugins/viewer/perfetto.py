@@ -17,7 +17,7 @@ from forgeasync.plugins.viewer.processes import recorded_at
 from forgeasync.plugins.viewer.run_reader import ELAPSED_S, MAIN_METRICS, STEP, RunClock, RunReader
 
 TRAINER, GROUPS, FAULTS = 1, 2, 3
-"""Process numbers in the file for steps, groups and faults, which are no processes."""
+"""Process numbers in the file for steps, groups and faults, which are not processes."""
 
 FIRST_PROC = 10
 """Process number in the file of the first real process."""

@@ -71,7 +71,7 @@ class FaultLines:
 
 
 def faults_answer(faults: FaultLines, procs_file: Path) -> Answer:
-    """Return all faults, and the processes that the run lists in procs.json."""
+    """Return all faults, and the processes that the run lists in ``procs.json``."""
     return {"faults": [msgspec.structs.asdict(one) for one in faults.faults], "procs": _processes(procs_file)}
 
 

@@ -200,22 +200,27 @@ class RunReader:
 
     @property
     def metrics(self) -> MetricTable:
+        """Contents of metrics.jsonl."""
         return self._metrics.contents
 
     @property
     def faults(self) -> FaultLines:
+        """Contents of faults.jsonl."""
         return self._faults.contents
 
     @property
     def groups(self) -> GroupHistories:
+        """History of every group, from ledger.jsonl."""
         return self._groups.contents
 
     @property
     def rollouts(self) -> RolloutIndex:
+        """Index of rollouts.jsonl."""
         return self._rollouts.contents
 
     @property
     def tokens(self) -> TokenIndex:
+        """Index of tokens.jsonl."""
         return self._tokens.contents
 
     @property

@@ -30,9 +30,9 @@ kernels' backward passes the output and log sums with sinks, of which they compu
 varlen attention has gradients of log sums. With tensor parallelism TorchTitan also divides the gradient of
 the output projection's bias by the number of ranks.
 
-Shape suffixes: B batch (rows), L packed row length (of queries: of this rank's part), N heads (of keys and
-values a divisor of the queries'), H head size, V size of a head of values, S segments of a group or sequences
-of the part, M longest of a group, P entries of all groups, G groups, Q queries of all rows, K keys that they
+Shape suffixes: B batch (rows); L packed row length (of queries: of this rank's part); N heads (of keys and
+values a divisor of the queries'); H head size; V size of a head of values; S segments of a group or sequences
+of the part; M longest of a group; P entries of all groups; G groups; Q queries of all rows; K keys that they
 may see.
 """
 

@@ -124,6 +124,7 @@ class TrainingDtypeExperts(GroupedExperts):
         pass
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """Return the outputs [R, D] of tokens [R, D] that are sorted by expert."""
         offsets_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
         x = x_RD.to(self.w1_EFD.dtype)
         gate_RF = self._project("w1_EFD", x, offsets_E)
@@ -214,6 +215,7 @@ class ClampedExperts(GptOssGroupedExperts):
         self.down_proj_bias = torch.nn.Parameter(torch.empty(num, dim))
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """Return the outputs [R, D] of tokens [R, D] that are sorted by expert."""
         offsets_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
         up, up_bias, down, down_bias = map(
             local_shard, (self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias)
@@ -232,7 +234,7 @@ class ClampedExperts(GptOssGroupedExperts):
 
 
 def lay_out_experts(model: Decoder.Config, *, enable_ep: bool, enable_sp: bool) -> None:
-    """Split ``ClampedExperts`` over ranks, which TorchTitan does for the parameters of its own layout."""
+    """Split ``ClampedExperts`` over ranks, as TorchTitan does with the parameters of its layout."""
     for layer in model.layers:
         if layer.moe is not None and isinstance(
             layer.moe.routed_experts.inner_experts, ClampedExperts.Config

@@ -1,8 +1,8 @@
 """Computes sums in float32 that TorchTitan 0.3.0 and torch 2.13 round at every addition in a low dtype.
 
-These are the outputs of a token's experts, the gradients that experts return to a token and, on CPUs, the
-gradients of an embedding from all places of its token in the batch. Float32 and float64 are not changed. Each
-part can go when the original sums in float32.
+These are the outputs of a token's experts, and the gradients that experts return to a token. On CPUs they are
+also the gradients of an embedding from all places of its token in the batch. Float32 and float64 are not
+changed. Each part can go when the original sums in float32.
 
 Shape suffixes: T tokens, D model dim, K top-k, N routed tokens (T * K), R those of this rank's experts, V
 this rank's slice of the vocabulary, L any leading dims.

@@ -27,8 +27,8 @@ class _Context(FunctionCtx):
 class _Normalized(torch.autograd.Function):
     """``x / sqrt(mean(x^2) + eps) * weight`` (https://arxiv.org/abs/1910.07467, equation 4).
 
-    With n = x / sqrt(mean(x^2) + eps) and a gradient g of the output, the gradient of the weight is the sum
-    of g n over all positions, that of the input (g weight - n mean(g weight n)) / sqrt(mean(x^2) + eps).
+    Let s = sqrt(mean(x^2) + eps), n = x / s, and g the gradient of the output. The gradient of the weight is
+    the sum of g n over all positions. That of the input is (g weight - n mean(g weight n)) / s.
     """
 
     @staticmethod
@@ -65,6 +65,7 @@ class CpuRMSNorm(RMSNorm):
         pass
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [..., D], normalized over its last dimension, times the weight."""
         weight = self.weight
         if (
             torch.compiler.is_compiling()

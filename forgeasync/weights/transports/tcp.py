@@ -1,6 +1,6 @@
 """Transport between hosts over plain TCP, for networks without RDMA hardware.
 
-Each trainer rank serves its staging buffers to whoever sends its secret token, with ``sendfile``, so that the
+Each trainer rank serves its staging buffers with ``sendfile`` to clients that send its secret token. The
 bytes are not copied in the trainer's process. A generator reads a rank over a few connections at once, one
 thread each, straight into its receive buffer.
 """
@@ -41,7 +41,7 @@ CONNECT_TIMEOUT_S = 10.0
 """Seconds that a generator tries each address of a trainer's host, and that its token may take."""
 
 IDLE_TIMEOUT_S = 600.0
-"""Seconds after which a trainer rank closes a connection whose generator neither asks nor reads."""
+"""Seconds after which a trainer rank closes a connection whose generator neither requests nor reads."""
 
 _REQUEST = struct.Struct("!BQQ")
 """Slot, first byte, and the byte after the last one."""

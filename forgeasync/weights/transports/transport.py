@@ -77,32 +77,26 @@ class RankSource:
 class Transport(ABC):
     """Moves bytes out of staging buffers; one class has both the trainer's side and the generator's.
 
-    A trainer rank has two staging buffers (slots). It copies each version into a slot that nobody reads, and
-    generators fetch it from there and check every block against its checksum. A transport only moves bytes.
+    A trainer rank has two staging buffers (slots). It copies each version into a slot without readers.
+    Generators fetch it from there and check every block against its checksum. A transport only moves bytes.
     It does not decide which slot is written, which ranges are needed, or what is fetched again.
 
     Every process involved makes its own object:
 
-    ==========================================  =================================  =========================
-    where                                       what is called                     how often
-    ==========================================  =================================  =========================
-    the controller                              ``start``                          once
-    each trainer rank                           ``open``                           once, after ``start``
-    each trainer rank                           ``staged``                         for every version
-    each generator, an object per trainer rank  ``connect``                        once, after ``open``
-    each generator, an object per trainer rank  ``read``                           for every version
-    ==========================================  =================================  =========================
+    | where | what is called | how often |
+    |---|---|---|
+    | the controller | ``start`` | once |
+    | each trainer rank | ``open`` | once, after ``start`` |
+    | each trainer rank | ``staged`` | for every version |
+    | each generator, an object per trainer rank | ``connect`` | once, after ``open`` |
+    | each generator, an object per trainer rank | ``read`` | for every version |
 
-    **Write your own.** Make a class, put its module where the run's processes can import it, and name it:
-
-    .. code-block:: yaml
+    To write your own, put a class where the run's processes can import it, and name it in the config:
 
         weights:
           transport: {kind: python, factory: my_transport.FolderTransport, options: {folder: /mnt/weights}}
 
     This one goes through files in a folder that all hosts mount:
-
-    .. code-block:: python
 
         import asyncio
         from collections.abc import Sequence
@@ -110,13 +104,7 @@ class Transport(ABC):
 
         import torch
 
-        from forgeasync.weights.transports.transport import (
-            Arrived,
-            ByteRange,
-            RankSource,
-            RankStaging,
-            Transport,
-        )
+        from forgeasync.weights import Arrived, ByteRange, RankSource, RankStaging, Transport
 
 
         class FolderTransport(Transport):
@@ -157,8 +145,8 @@ class Transport(ABC):
       of the slot do not change while a generator leases the version. Only a generator that outlives its lease
       can see changes.
     - ``read`` calls ``arrived`` for every byte of the ranges. Blocks with a wrong checksum are fetched again.
-    - If the connection fails, ``read`` raises ``ConnectionError`` or ``TimeoutError``, and no thread of it
-      writes any more. Missing blocks are fetched again. Other exceptions end the run.
+    - If the connection fails, ``read`` raises ``ConnectionError`` or ``TimeoutError``, and none of its
+      threads writes after that. Missing blocks are fetched again. Other exceptions end the run.
     - Both sides run in an actor's event loop. Run blocking calls in ``asyncio.to_thread``, so that the engine
       keeps decoding and the trainer can handle its next call.
     """
@@ -181,9 +169,9 @@ class Transport(ABC):
 
     @abstractmethod
     async def open(self, staging: RankStaging) -> object:
-        """Make this rank's buffers readable; every generator gets the result as ``address``.
+        """Make this rank's buffers readable, and return their address.
 
-        The result must be picklable.
+        Every generator gets it as ``address`` of its ``StagingSource``, so it must be picklable.
         """
 
     async def staged(self, slot: int) -> None:  # noqa: B027
@@ -201,7 +189,17 @@ class Transport(ABC):
     async def read(
         self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
-        """Copy ``ranges`` of a slot to the same offsets of ``received`` (uint8, as long as the buffer)."""
+        """Copy ranges of a slot to the same offsets of ``received``.
+
+        Args:
+            slot: Slot of the staging buffers.
+            ranges: First byte of each range, and the byte after its last one.
+            received: uint8, as long as a staging buffer.
+            arrived: Call it for every part of the ranges as soon as it is in ``received``.
+
+        Raises:
+            ConnectionError, TimeoutError: The trainer cannot be reached. The ranges are fetched again.
+        """
 
 
 async def move_segments(ranges: Iterable[ByteRange], move: Callable[[int, int], Awaitable[None]]) -> None:

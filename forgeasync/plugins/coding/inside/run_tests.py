@@ -1,7 +1,7 @@
 """Runs the listed tests and reports on each: ``run_tests.py <request>``.
 
 A line of the report is the request's nonce and an object. The nonce is in no argument, variable or file once
-the code under test is imported, and reports go to a descriptor that standard output no longer uses. That code
+the code under test is imported, and reports go to a descriptor other than that of standard output. That code
 still shares this process; docs/coding.md describes what remains possible.
 """
 
