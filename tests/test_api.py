@@ -1,12 +1,18 @@
 """The public names: complete, documented, free to import; what users call keeps working."""
 
+import ast
+import asyncio
+import doctest
+import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from difflib import unified_diff
 from pathlib import Path
 
 import pytest
+import torch
 
 import forgeasync as fa
 from tests.support.public_signatures import RECORD, public_signatures, shown
@@ -23,6 +29,30 @@ def test_the_documented_names_are_the_public_ones() -> None:
 @pytest.mark.parametrize("name", fa.__all__)
 def test_a_public_name_is_there_and_says_what_it_is(name: str) -> None:
     assert getattr(fa, name).__doc__
+
+
+def test_examples_with_a_prompt_give_what_they_show() -> None:
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
+    names = {"fa": fa, "asyncio": asyncio, "torch": torch}
+    for name in fa.__all__:
+        for example in finder.find(getattr(fa, name), name, globs=names):
+            runner.run(example)
+    assert runner.tries > 10 and runner.failures == 0
+
+
+def test_examples_with_imports_define_what_they_show() -> None:
+    """Their imports, classes and functions are executed. What they call may start a run."""
+    executed = set()
+    for name in fa.__all__:
+        blocks = re.findall(
+            r"\n((?:    import .*\n)+(?:    .*\n|\n)+)", f"{inspect.getdoc(getattr(fa, name))}\n"
+        )
+        for block in blocks:
+            tree = ast.parse(textwrap.dedent(block))
+            tree.body = [one for one in tree.body if not isinstance(one, ast.Assign | ast.Expr)]
+            exec(compile(tree, name, "exec"), {})
+            executed.add(name)
+    assert executed > {"Environment", "Objective", "Reward", "Tool", "Transport", "train"}
 
 
 def test_there_is_no_other_name() -> None:

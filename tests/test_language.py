@@ -1,11 +1,12 @@
-"""The language of the pages, of metrics and config keys, and of messages: short sentences and plain words.
+"""The language of the pages, metrics, config keys, messages and docstrings: short sentences and plain words.
 
-CONTRIBUTING.md has the words to avoid, with what to write instead.
+CONTRIBUTING.md has the words to avoid, with what to write instead. Names that others import have a docstring.
 """
 
 import ast
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ MIN_WORDS = 3
 """Shorter string literals are names, not messages."""
 
 _AVOIDED_TABLE = re.compile(r"^\| do not write \|.*\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE)
+_CODE_BLOCK = re.compile(r"\n\n(?: {4}.*(?:\n|$)|\n)+")
+_SECTION_ITEM = re.compile(r"\n +(?=\w+: )")
 _BLOCK = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\.) ?)|(?<!\\)\||<br>")
 
 
@@ -54,6 +57,15 @@ def literals(path: Path) -> Iterator[str]:
                 yield "".join(part.value if isinstance(part, ast.Constant) else "X" for part in values)
 
 
+def docstrings(path: Path) -> Iterator[str]:
+    """Paragraphs of a module's docstrings, and of those under its fields, without indented blocks."""
+    for one in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match one:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                prose = _CODE_BLOCK.sub("\n\n", inspect.cleandoc(text)).replace("``", "`")
+                yield from paragraphs(_SECTION_ITEM.sub("\n\n", prose))
+
+
 @pytest.fixture(scope="module")
 def texts() -> list[tuple[str, str]]:
     """Each text that a user reads, with the page or module that has it."""
@@ -63,8 +75,8 @@ def texts() -> list[tuple[str, str]]:
             found += [(name, paragraph) for paragraph in paragraphs(content.decode())]
     for folder in ("apps", "forgeasync"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
-            messages = (text for text in literals(path) if len(text.split()) >= MIN_WORDS)
-            found += [(str(path.relative_to(REPOSITORY)), " ".join(text.split())) for text in messages]
+            messages = (" ".join(text.split()) for text in literals(path) if len(text.split()) >= MIN_WORDS)
+            found += [(str(path.relative_to(REPOSITORY)), text) for text in (*messages, *docstrings(path))]
     return found
 
 
@@ -82,13 +94,77 @@ def test_words_are_plain(texts: list[tuple[str, str]]) -> None:
     assert [(place, found, text) for place, text in texts if (found := words.findall(text))] == []
 
 
+def definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt, bool]]:
+    """Public names that a module or class defines, their nodes, and whether each has a docstring."""
+    for one, below in zip(body, [*body[1:], ast.Pass()], strict=True):
+        match one:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                has_text = ast.get_docstring(one) is not None
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                has_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            case _:
+                continue
+        if not name.startswith("_"):
+            yield name, one, has_text
+
+
+def of_front(stub: Path) -> Iterator[tuple[Path, str]]:
+    """Each name of a front, with the file that defines it; all names of a module that it offers."""
+    for module, name in re.findall(r"^from \.([\w.]*) import (\w+)", stub.read_text("utf-8"), re.MULTILINE):
+        file = stub.parent.joinpath(*(module or name).split(".")).with_suffix(".py")
+        if file.exists():  # otherwise it is a room, which has its own front
+            yield file, name if module else ""
+
+
+def without_docstring(tree: ast.Module, name: str, bases: Mapping[str, ast.ClassDef]) -> Iterator[str]:
+    """A name of a module, or all of them for "", and methods, that have no docstring and inherit none."""
+    for found, node, has_text in definitions(tree.body):
+        if name in ("", found):
+            if not has_text:
+                yield found
+            if isinstance(node, ast.ClassDef):
+                described = described_methods(node, bases)
+                yield from (
+                    f"{found}.{method}" for method, is_described in described.items() if not is_described
+                )
+
+
+def described_methods(node: ast.ClassDef, bases: Mapping[str, ast.ClassDef]) -> dict[str, bool]:
+    """Methods of a class and its bases, and whether they have or inherit a docstring."""
+    found: dict[str, bool] = {}
+    for base in node.bases:
+        if isinstance(base, ast.Name) and base.id in bases and base.id != node.name:
+            found |= described_methods(bases[base.id], bases)
+    for name, method, has_text in definitions(node.body):
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
+            found[name] = found.get(name, False) or has_text
+    return found
+
+
+def test_public_names_have_docstrings() -> None:
+    package = REPOSITORY / "forgeasync"
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in package.rglob("*.py")}
+    bases = {
+        node.name: node for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef)
+    }
+    assert [
+        (str(file.relative_to(REPOSITORY)), missing)
+        for stub in package.rglob("__init__.pyi")
+        for file, name in of_front(stub)
+        for missing in without_docstring(trees[file], name, bases)
+    ] == []
+
+
 def test_faults_are_found(tmp_path: Path) -> None:
     page = "Nobody came.\n\n```\nprocs\n```\n- `procs` is no file: [so many](a.md)\n| there is no | b |\n"
     words = avoided()
     assert words.findall(" ".join(paragraphs(page))) == ["Nobody", "is no", "so many"]
     module = tmp_path / "m.py"
     module.write_text(
-        '"""Nobody."""\nraise ValueError(f"{1} of {2}, and nobody " "came")\n', encoding="utf-8"
+        '"""A file.\n\n    procs = []\n\nArgs:\n    a: A ``b c``.\n"""\nX = 1\n"""Nobody."""\n'
+        'raise ValueError(f"{1} of {2}, and nobody " "came")\n',
+        encoding="utf-8",
     )
     assert list(literals(module)) == ["X of X, and nobody came"]
+    assert list(docstrings(module)) == ["A file.", "Args:", "a: A CODE.", "Nobody."]
     assert long_sentences("word " * MAX_WORDS + "last. A short one.") == ["word " * MAX_WORDS + "last."]
