@@ -129,7 +129,7 @@ class ScriptedAgent:
         self.tools.append(tuple(tools or ()))
         self.stops.append(tuple(stop))
         if not self._turns:
-            raise ScriptEnded(f"the script has {self._num_turns} turns, and one more was asked for")
+            raise ScriptEnded(f"the script has {self._num_turns} turns, and one more was requested")
         return self._turns.pop(0)
 
     def keep(self, name: str, data: bytes | str) -> Path | None:
@@ -197,7 +197,7 @@ class ScriptedGenerator:
     def say(self, before: Sequence[int] = ()) -> SampledTurn:
         """Sample the next text of the script after the tokens ``before``."""
         if not self._texts:
-            raise ScriptEnded(f"the script has {self._num_texts} turns, and one more was asked for")
+            raise ScriptEnded(f"the script has {self._num_texts} turns, and one more was requested")
         text = self._texts.pop(0)
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if not self._cut:
