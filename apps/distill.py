@@ -21,7 +21,7 @@ def require_teacher(config: RunConfig) -> None:
     """Raise ConfigError if no term of the config's loss needs a teacher."""
     if not config.algorithm.needs_teacher:
         kinds = [term.kind for term in config.algorithm.terms]
-        remedy = "needs no teacher; must list sampled_reverse_kl or topk_kl (without teachers: apps.grpo)"
+        remedy = "has no term of a teacher; add sampled_reverse_kl or topk_kl, or train with apps.grpo"
         raise ConfigError([Problem(field="algorithm.terms", value=kinds, remedy=remedy)])
 
 

@@ -164,7 +164,7 @@ def read_arguments() -> argparse.Namespace:
         "--concurrency",
         type=int,
         metavar="N",
-        help=f"concurrent responses; default: {DEFAULT_CONCURRENCY} of an endpoint, or what engines decode",
+        help=f"concurrent responses; default: {DEFAULT_CONCURRENCY} for an endpoint; else what engines hold",
     )
     parser.add_argument("--out", metavar="FOLDER", help="new folder; default: runs/evaluate-<name>-<time>")
     arguments = parse_command_line(parser)

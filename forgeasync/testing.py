@@ -138,7 +138,7 @@ class ScriptedAgent:
         self.tools.append(tuple(tools or ()))
         self.stops.append(tuple(stop))
         if not self._turns:
-            raise ScriptEnded(f"the script has {self._num_turns} turns, and one more was asked for")
+            raise ScriptEnded(f"the script has {self._num_turns} turns, and one more was requested")
         return self._turns.pop(0)
 
     def keep(self, name: str, data: bytes | str) -> Path | None:
@@ -210,7 +210,7 @@ class ScriptedGenerator:
             ScriptEnded: The script has no more texts.
         """
         if not self._texts:
-            raise ScriptEnded(f"the script has {self._num_texts} turns, and one more was asked for")
+            raise ScriptEnded(f"the script has {self._num_texts} turns, and one more was requested")
         text = self._texts.pop(0)
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if not self._cut:

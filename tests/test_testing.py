@@ -20,7 +20,7 @@ TASK = fa.Task(task_id="0", prompt="1 + 3 =", answer="4", source_index=0, source
 async def test_a_script_that_is_too_short_says_so() -> None:
     agent = ScriptedAgent("5")
     await agent.respond("a")
-    with pytest.raises(ScriptEnded, match="the script has 1 turns, and one more was asked for"):
+    with pytest.raises(ScriptEnded, match="the script has 1 turns, and one more was requested"):
         await agent.respond("b")
 
 

@@ -101,6 +101,7 @@ from .run import WarmupSection as WarmupSection
 from .run import all_sources as all_sources
 from .run import is_served as is_served
 from .run import longest_response as longest_response
+from .run import max_token_age as max_token_age
 from .run import num_groups_held as num_groups_held
 from .run import resolve as resolve
 from .sandbox import Bubblewrap as Bubblewrap

@@ -221,7 +221,7 @@ def _check_server_name(name: str) -> str:
     if not _SERVER_NAME.fullmatch(name):
         raise PydanticCustomError(
             "server_name",
-            "is the name of a server; must have up to 31 small letters, digits and '_', the first a letter",
+            "must be a server name: a lowercase letter, then at most 30 lowercase letters, digits and '_'",
         )
     return name
 

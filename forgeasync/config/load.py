@@ -427,8 +427,9 @@ def _unknown_key(location: tuple[str | int, ...], values: object) -> str:
     key, known = str(location[-1]), list(_section(location[:-1], values).model_fields)
     meant = [path for path in _paths(RunConfig) if path.rpartition(".")[2] == key]
     if not meant:
-        meant = [_dotted((*location[:-1], *difflib.get_close_matches(key, known, n=1, cutoff=0.0)))]
-    return f"unknown key; did you mean {' or '.join(meant)}? Known keys here: {', '.join(known)}"
+        meant = [_dotted((*location[:-1], near)) for near in difflib.get_close_matches(key, known, n=1)]
+    question = f"; did you mean {' or '.join(meant)}?" if meant else "."
+    return f"unknown key{question} Known keys here: {', '.join(known)}"
 
 
 def _paths(section: type[BaseModel], at: str = "") -> Iterator[str]:

@@ -119,8 +119,8 @@ def _check_buffer(config: RunConfig) -> Iterator[Refusal]:
         if buffer.age_of is not AgeOf.OLDEST_TOKEN:
             yield (
                 "buffer.age_of",
-                "must be 'oldest_token' with weights.interruption = 'cancel_stale': measured otherwise, a "
-                "group that is too old can still become young enough",
+                "must be 'oldest_token' with weights.interruption = 'cancel_stale': by other measures, a "
+                "group that is too old can become young enough again",
             )
     for key in ("buffer.max_groups", "accounting.metric_groups"):
         section, _, name = key.partition(".")

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.config.buffer import AccountingSection, BufferSection, PayloadSection
+from forgeasync.config.buffer import AccountingSection, AgeOf, BufferSection, PayloadSection
 from forgeasync.config.data import (
     MAX_TASKS,
     DataSection,
@@ -34,7 +34,7 @@ class Fidelity(StrEnum):
     REPLAY = "replay"
     """Recorded experts and kept sets are replayed; rounding differs."""
     BITWISE = "bitwise"
-    """Tokens sampled under the weights that train have equal log-probabilities, to the last bit."""
+    """Trainer and generator compute equal log-probabilities, to the last bit, with the same weights."""
 
 
 class TimeoutSection(Section):
@@ -65,9 +65,9 @@ class TimeoutSection(Section):
     """Time without a heartbeat after which ``--supervise`` kills a controller, such as one stopped by
     SIGSTOP, and resumes the run from its newest checkpoint."""
     sigterm_s: Seconds = 30.0
-    """Time limit after SIGTERM for a checkpoint, which gets half of it, and the export of the weights. The
-    grace period before SIGKILL (Slurm's KillWait, Kubernetes' terminationGracePeriodSeconds, both 30 s by
-    default) should be 20 s longer, so that processes can end."""
+    """Time limit after Ctrl-C or SIGTERM for a checkpoint, which gets half of it, and the export of the
+    weights. Make the grace period before SIGKILL 20 s longer, so that processes can end (Slurm's KillWait,
+    Kubernetes' terminationGracePeriodSeconds; both are 30 s by default)."""
 
 
 class ScorerSection(Section):
@@ -316,6 +316,11 @@ def is_served(config: RunConfig) -> bool:
 def all_sources(config: RunConfig) -> tuple[NamedSource, ...]:
     """Return the sources of training problems, then those of evaluation sets."""
     return *named_sources(config.data), *named_sets(config.evaluation)
+
+
+def max_token_age(config: RunConfig) -> int | None:
+    """Return the age up to which single tokens train; None: all tokens of a batch do."""
+    return config.max_off_policy_steps if config.buffer.age_of is AgeOf.TOKEN else None
 
 
 def longest_response(config: RunConfig) -> int:

@@ -308,7 +308,7 @@ class Rescue:
     """Saves the newest good weights of a run that ends before its last step, for any reason.
 
     The weights come from the trainer if it still answers, otherwise from the last published version, which is
-    in shared memory. A run stopped by SIGTERM first writes a checkpoint, if there is time.
+    in shared memory. A run stopped by Ctrl-C or SIGTERM first writes a checkpoint, if there is time.
     """
 
     def __init__(self, run: "RunLoops", folder: Path) -> None:
@@ -328,7 +328,7 @@ class Rescue:
         key = "timeouts.sigterm_s" if is_urgent else "timeouts.train_step_s"
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._timeouts.sigterm_s
-        if stop_signal is signal.SIGTERM and not trainer_failed:
+        if stop_signal is not None and not trainer_failed:
             words.append(await self._try_checkpoint(self._timeouts.sigterm_s / 2))
         ways = [self._from_trainer, self._from_shared_memory]
         if trainer_failed:

@@ -337,7 +337,7 @@ def _check_built(config: RunConfig) -> list[Problem]:
     make = "make model, or " if config.model.path == MADE_MODEL else ""
     remedy = (
         f"no such folder; the warmup section says how to build it: {make}python -m apps.warmup with the same "
-        "--config and overrides"
+        "--config and overrides; if the model needs no warm-up, add warmup=null"
     )
     return [Problem(field="model.path", value=config.model.path, remedy=remedy)]
 

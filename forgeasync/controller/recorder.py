@@ -14,7 +14,7 @@ from typing import Self
 
 from forgeasync.buffer import Batch
 from forgeasync.checkpoints import RunState
-from forgeasync.config import RunConfig, is_served
+from forgeasync.config import RunConfig, is_served, max_token_age
 from forgeasync.files import JsonLines
 from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.models import kernel_digest
@@ -220,6 +220,7 @@ class RunRecorder:
         self._num_dropped_before: Counter[str] = Counter()
         self._scored = ScoredGroups()
         self._episodes = None if config.environment is None else EndedEpisodes()
+        self._max_token_age = max_token_age(config)
         self._publish_s: list[float] = []
         self._fetches: list[FetchReport] = []
         self._swaps: list[SwapReport] = []
@@ -314,7 +315,9 @@ class RunRecorder:
         metrics: dict[str, float | int] = {
             "step": record.step,
             "policy_version": result.policy_version,
-            **batch_metrics(batch.groups, trained_version=result.policy_version - 1),
+            **batch_metrics(
+                batch.groups, trained_version=result.policy_version - 1, max_token_age=self._max_token_age
+            ),
             **({} if record.held_out is None else record.held_out.metrics()),
             "time/elapsed_s": self.elapsed_s,
             **times.metrics(),

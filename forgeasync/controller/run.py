@@ -309,7 +309,9 @@ async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -
             console.phase("ending all processes")
             await manager.close()
             close_trace()
-        for line in closing_lines(run_dir, run_dir.checkpoints / FINAL, recorder.measured()):
+        weights, measured = run_dir.checkpoints / FINAL, recorder.measured()
+        has_profile = config.environment is None and not config.teachers
+        for line in closing_lines(run_dir, weights, measured, has_profile=has_profile):
             console.message(line)
 
 

@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 from forgeasync.algorithms import Loss
 from forgeasync.checkpoints import step_of
 from forgeasync.config import (
-    AgeOf,
     Fidelity,
     OnBadStep,
     RunConfig,
     average_alpha,
     is_served,
+    max_token_age,
     named_sources,
     sleeps,
 )
@@ -222,7 +222,7 @@ def trainer_setup(prepared: Prepared, loss: Loss) -> TrainerSetup:
         loss=loss,
         seed=config.seed,
         checkpoint=prepared.model_path,
-        max_token_age=config.max_off_policy_steps if config.buffer.age_of is AgeOf.TOKEN else None,
+        max_token_age=max_token_age(config),
         is_bitwise=config.fidelity is Fidelity.BITWISE,
         lora=config.lora,
         average_alpha=average_alpha(config.teachers),

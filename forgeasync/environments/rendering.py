@@ -398,7 +398,7 @@ def _by_comparison(tokenizer: "PreTrainedTokenizerBase", arguments: TemplateArgu
                 reason = "it renders as the chat template does"
                 return ChosenRenderer(renderer=family, name=name.value, reason=reason)
             nearest = max(nearest, (difference[0], f"; {name.value} {difference[1]}"), key=lambda one: one[0])
-    reason = f"no family that is known has this chat template{nearest[1]}"
+    reason = f"no known family has this chat template{nearest[1]}"
     return ChosenRenderer(renderer=template, name=RendererName.TEMPLATE.value, reason=reason)
 
 

@@ -271,7 +271,7 @@ def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator
         yield Problem(
             field="generator.tensor_parallel",
             value=tensor,
-            remedy=f"must divide the model's num_key_value_heads = {facts.num_kv_heads} or be its multiple",
+            remedy=f"must divide num_key_value_heads = {facts.num_kv_heads} of the model, or be a multiple",
         )
     if config.generator.expert_parallel and not (facts.num_experts and tensor > 1):
         reason = "there is one GPU to an engine, generator.tensor_parallel = 1"

@@ -32,10 +32,13 @@ MAX_KEPT_EVENTS = 1000
 """Maximum number of lines kept for TensorBoard's files while the disk is full or fails."""
 
 
-def batch_metrics(groups: Sequence[Group], *, trained_version: int) -> dict[str, float | int]:
+def batch_metrics(
+    groups: Sequence[Group], *, trained_version: int, max_token_age: int | None = None
+) -> dict[str, float | int]:
     """Return metrics of the groups of a step by their names in metrics.jsonl.
 
-    ``trained_version`` is the version of the weights before the step.
+    ``trained_version`` is the version of the weights before the step. Tokens older than ``max_token_age``
+    were not trained on; their ages count only if all tokens are that old.
 
     Raises:
         ValueError: A group has no rewards.
@@ -45,14 +48,15 @@ def batch_metrics(groups: Sequence[Group], *, trained_version: int) -> dict[str,
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [rollout.num_sampled_tokens for rollout in rollouts]
     spans = [span for rollout in rollouts for span in rollout.version_spans]
-    summed_age = sum((trained_version - span.version) * (span.end - span.start) for span in spans)
+    ages = [(trained_version - span.version, span.end - span.start) for span in spans]
+    ages = [(age, num) for age, num in ages if max_token_age is None or age <= max_token_age] or ages
     num_truncated = sum(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts)
     return {
         "reward/mean": float(rewards_N.mean()),
         "reward/std": float(rewards_N.std()),
         **{f"reward/{name}": mean for name, mean in parts.items()},
-        "off_policy/age_mean": summed_age / sum(lengths),
-        "off_policy/age_max": max(trained_version - span.version for span in spans),
+        "off_policy/age_mean": sum(age * num for age, num in ages) / sum(num for _, num in ages),
+        "off_policy/age_max": max(age for age, _ in ages),
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),

@@ -204,8 +204,8 @@ BUSY = 0.5
 """Busy share below which generators are not the bottleneck by themselves."""
 
 HOW_TO_SIMULATE = (
-    "to see what would speed this run up: python -m apps.profile --run RUN_DIR --out profile.json reads how "
-    "long its parts took, and simulates changes"
+    "to see what would speed this run up: python -m apps.profile --run RUN_DIR --out profile.json (not for "
+    "runs with an environment or teachers)"
 )
 
 
@@ -274,10 +274,12 @@ def describe_bottleneck(measured: MeasuredSteps | None) -> str:
     )
 
 
-def closing_lines(run_dir: RunDir, weights: Path, measured: MeasuredSteps | None) -> list[str]:
+def closing_lines(
+    run_dir: RunDir, weights: Path, measured: MeasuredSteps | None, *, has_profile: bool
+) -> list[str]:
     """Return lines for people: what the run reached, what bounded it, and commands to run next.
 
-    ``weights`` is the folder of the last weights.
+    ``weights`` is the folder of the last weights, ``has_profile`` whether apps.profile accepts the run.
 
     Raises:
         FileNotFoundError: The run has no metrics.jsonl.
@@ -285,13 +287,14 @@ def closing_lines(run_dir: RunDir, weights: Path, measured: MeasuredSteps | None
     run, python = str(run_dir.path), [_own_python(), "-m"]
     view = shlex.join([*python, "apps.view", run])
     profile = shlex.join([*python, "apps.profile", "--run", run, "--out", "profile.json"])
+    show = shlex.join([*python, "apps.show", run])
     plot = shlex.join([*python, "forgeasync.observability.plot", run, "--out", str(run_dir.path / PLOT)])
     return [
         f"{_held_out_sentence(run_dir.metrics)}; weights: {weights}",
         describe_bottleneck(measured),
         f"  browse it:        {view}",
         f"  plot its curves:  {plot}",
-        f"  find bottlenecks: {profile}",
+        f"  find bottlenecks: {profile}" if has_profile else f"  read episodes:    {show}",
     ]
 
 

@@ -130,7 +130,7 @@ def _num_hosts(num_parts: int, gpus_of_part: int) -> int:
 def _processes(config: RunConfig, *, are_hosts_assumed: bool) -> list[Row]:
     generator = config.generator
     num_trainer, num_all = config.trainer.parallel.num_procs, num_gpus_needed(config)
-    split = f"{generator.num_replicas} replicas x {generator.tensor_parallel} tensor-parallel"
+    split = f"num_replicas {generator.num_replicas} x tensor_parallel {generator.tensor_parallel}"
     if generator.expert_parallel:
         split += ", experts split over them"
     num_generators = generator.num_replicas * generator.tensor_parallel
@@ -153,7 +153,7 @@ def _teachers(config: RunConfig) -> list[Row]:
             continue
         tensor = teacher.engine.tensor_parallel
         model = teacher.model_path or "the policy itself"
-        split = f"{teacher.engine.num_replicas} replicas x {tensor} tensor-parallel; {model}"
+        split = f"num_replicas {teacher.engine.num_replicas} x tensor_parallel {tensor}; {model}"
         rows.append((f"GPUs, teacher {name}", str(teacher.num_engines * tensor), split))
     return rows
 

@@ -295,7 +295,7 @@ class RewardPool:
         for process in self._processes * calls_at_once:
             self._places.put(process)
         how = f"up to {MAX_CONCURRENT_CALLS} calls" if is_async else "one call"
-        return f"{len(self._processes)} processes run reward {self._name!r}, {how} at a time each"
+        return f"processes for reward {self._name!r}: {len(self._processes)}, {how} at a time each"
 
     def score(self, task: Task, responses: Sequence[Response], rollouts: str) -> tuple[Score, ...]:
         """Score responses to one task; ``rollouts`` names them in errors ("rollout 3").

@@ -203,9 +203,7 @@ class VerifierPool:
             (layers, *_) = threads.map(VerifierProcess.start, self._processes)
         assert self._bubblewrap is not None
         why = f" (no bubblewrap: {self._bubblewrap.problem})" if self._bubblewrap.path is None else ""
-        description = (
-            f"{self._section.num_workers} processes verify answers, isolated by {', '.join(layers)}{why}"
-        )
+        description = f"verifier processes: {self._section.num_workers}, isolated by {', '.join(layers)}{why}"
         logger.info("%s", description)
         return description
 

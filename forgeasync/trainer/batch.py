@@ -164,8 +164,8 @@ def _check_steps(group: Group) -> None:
         ends = [step.end for step in steps]
         if ends != sorted(set(ends)) or (ends and not 0 < ends[0] <= ends[-1] <= len(rollout.text)):
             raise ValueError(
-                f"{where} has steps that end at the characters {ends}; must increase, from 1 to the "
-                f"{len(rollout.text)} characters of its text"
+                f"{where} has steps that end at characters {ends}; the ends must increase, and lie between 1 "
+                f"and the length of its text, {len(rollout.text)}"
             )
 
 

@@ -50,9 +50,9 @@ def test_groups_with_and_without_steps_go_together() -> None:
     ("steps", "words"),
     [
         (((step(2, 1.0),), ()), "rollout 1 of group 7 has no rewards of steps, but others"),
-        (((step(2, 1.0),), (step(3, 1.0), step(3, 0.0))), r"characters \[3, 3\]; must increase"),
-        (((step(2, 1.0),), (step(3, 1.0), step(2, 0.0))), r"characters \[3, 2\]; must increase"),
-        (((step(7, 1.0),), (step(3, 1.0),)), r"characters \[7\]; must increase, from 1 to the 6 characters"),
+        (((step(2, 1.0),), (step(3, 1.0), step(3, 0.0))), r"characters \[3, 3\]; the ends must increase"),
+        (((step(2, 1.0),), (step(3, 1.0), step(2, 0.0))), r"characters \[3, 2\]; the ends must increase"),
+        (((step(7, 1.0),), (step(3, 1.0),)), r"characters \[7\]; .* length of its text, 6"),
     ],
 )
 def test_steps_that_do_not_fit_their_group_are_refused(

@@ -159,6 +159,7 @@ BAD_PARTS = [
         ("max_step=8", ["max_step = 8", "unknown key", "did you mean max_steps?"]),
         ("group_size=8", ["group_size = 8: unknown key; did you mean algorithm.group_size?"]),
         ("trainer.max_steps=8", ["trainer.max_steps = 8", "did you mean max_steps?"]),
+        ("trainer.lr=8", ["trainer.lr = 8: unknown key. Known keys here: parallel,"]),
         ("max_attempts=8", ["did you mean buffer.max_attempts or scorer.max_attempts or episodes.max_"]),
         ("no_equals_sign", ["override = 'no_equals_sign'", "must read key.path=value"]),
         ("a..b=3", ["override = 'a..b=3'", "must read key.path=value"]),

@@ -122,6 +122,7 @@ def test_a_model_that_is_not_built_yet_comes_with_how_to(
     message = only(list(caught.value.problems))
     assert message.startswith(f"model.path = {path!r}: no such folder; ")
     assert f"how to build it: {how}python -m apps.warmup with the same --config" in message
+    assert "add warmup=null" in message
 
 
 def test_at_run_time_a_scalar_is_not_broadcast() -> None:

@@ -38,11 +38,9 @@ TIMES = StepTimes(
 PROMPTS = PromptEncoder(character_tokenizer(chat_template=False), chat_template=False)
 
 
-def make_group(group_id: int, rewards: tuple[float, float]) -> Group:
-    """Two rollouts of 3 prompt tokens and 4 response tokens."""
-    rollouts = tuple(
-        make_stored_rollout((0, 0, 4), num_prompt_tokens=3, text=str(reward)) for reward in rewards
-    )
+def make_group(group_id: int, rewards: tuple[float, float], *spans: tuple[int, int, int]) -> Group:
+    """Two rollouts of 3 prompt tokens and 4 response tokens, sampled under the versions of ``spans``."""
+    rollouts = tuple(make_stored_rollout(*spans, num_prompt_tokens=3, text=str(reward)) for reward in rewards)
     return Group(
         group_id=group_id, draw_id=group_id, task=make_task(group_id), rollouts=rollouts, rewards=rewards
     )
@@ -104,6 +102,7 @@ class Recording:
         not_kept: str | None = None,
         weights: tuple[float, ...] = (1.0, 1.0),
         times: StepTimes = TIMES,
+        spans: tuple[tuple[int, int, int], ...] = ((0, 0, 4),),
     ) -> dict[str, float]:
         """Record a step; its line of metrics."""
         self.recorder.record(
@@ -111,7 +110,7 @@ class Recording:
                 step=step,
                 batch=Batch(
                     trainer_version=step - 1,
-                    groups=(make_group(0, (1.0, 0.0)), make_group(1, (0.0, 0.0))),
+                    groups=(make_group(0, (1.0, 0.0), *spans), make_group(1, (0.0, 0.0), *spans)),
                     weights=weights,
                 ),
                 result=StepResult(
@@ -150,6 +149,15 @@ def recording(tmp_path: Path) -> Iterator[Recording]:
     recording = Recording(config)
     with recording.recorder:
         yield recording
+
+
+@pytest.mark.parametrize(("age_of", "oldest"), [("oldest_token", 2), ("token", 1)])
+def test_tokens_that_do_not_train_have_no_age(tmp_path: Path, age_of: str, oldest: int) -> None:
+    bound = ("max_off_policy_steps=1", f"buffer.age_of={age_of}")
+    recording = Recording(make_config(f"run_dir={tmp_path / 'run'}", "logging.tensorboard=false", *bound))
+    with recording.recorder:
+        line = recording.record(3, spans=((0, 0, 1), (1, 1, 4)))
+    assert line["off_policy/age_max"] == oldest
 
 
 def test_a_step_by_hand(recording: Recording) -> None:
@@ -209,7 +217,7 @@ def test_tokens_of_what_is_written_are_asked_for(tmp_path: Path) -> None:
     """The same rollouts as in rollouts.jsonl; nobody is asked where none is written."""
     config = make_config(f"run_dir={tmp_path / 'one'}", "logging.rollouts_per_step=1")
     one = Recording(config)
-    groups = [make_group(0, (1.0, 0.0)), make_group(1, (0.0, 0.0))]
+    groups = [make_group(0, (1.0, 0.0), (0, 0, 4)), make_group(1, (0.0, 0.0), (0, 0, 4))]
     with one.recorder as recorder:
         asked = [recorder.picks(step, groups) for step in range(1, 9)]
         for step in range(1, 9):

@@ -279,7 +279,7 @@ CALLS_PYTHON = PYTHON % "max_rounds: 4"
         (MCP + f"{{a: {{{STDIO}, ur: y}}}}}}", "environment.servers.a.ur", ""),
         (MCP + f"{{a: {{{STDIO}, env: {{'A=B': c}}}}}}}}", "environment.servers.a.env", ""),
         (MCP + f"{{A: {{{STDIO}}}}}}}", "environment.servers.A", ""),
-        (MCP + f"{{a-b: {{{STDIO}}}}}}}", "environment.servers.a-b", "31 small letters, digits and '_'"),
+        (MCP + f"{{a-b: {{{STDIO}}}}}}}", "environment.servers.a-b", "30 lowercase letters, digits and '_'"),
         (MCP + "{a: {kind: http, url: 'h:80'}}}", "environment.servers.a.url", "a URL of http or https"),
         ("agents=a", "agents", "expected sections by name, such as {a: {...}}"),
         ("agents={a: {trainabel: true}}", "agents.a.trainabel", "did you mean agents.a.trainable?"),

@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = (
     *("README", "docs/algorithms", "docs/debugging", "docs/environments", "docs/evaluation"),
     *("docs/first_run", "docs/gpu", "docs/plugins", "docs/profiling", "docs/rewards", "docs/serving"),
-    *("docs/teachers", "docs/testing", "docs/training_loop", "docs/viewer"),
+    *("docs/teachers", "docs/testing", "docs/tools", "docs/training_loop", "docs/viewer"),
 )
 NAME = re.compile(r"# (?P<name>\w+\.(?:py|yaml))(?:: (?P<base>configs/\S+))?$", re.MULTILINE)
 SHELL = {".", "cd", "git", "tail", "tensorboard"}
@@ -219,6 +219,17 @@ def test_the_picture_has_the_figures_of_the_table() -> None:
     assert [(float(x), float(y)) for x, y in points] == [pytest.approx(one) for one in expected]
 
 
+def test_the_figures_of_the_demos_are_those_of_the_results() -> None:
+    pages = ("README.md", "docs/results.md", "docs/environments.md")
+    readme, results, tutorial = ((REPOSITORY / page).read_text() for page in pages)
+    demo, agent = re.findall(r"^\| seed 0 \| (.*) \|$", results, flags=re.MULTILINE)
+    *learned, first, last = agent.split(" | ")
+    claims = re.findall(r"^\| `make demo.*?\| (.*) \|$", readme, flags=re.MULTILINE)
+    assert claims == [demo, " | ".join(learned)]
+    before, after = (round(float(learned[number].removesuffix(" %"))) for number in (0, 3))
+    assert f"from {first} to {last}, and held-out accuracy from {before} % to {after} %" in tutorial
+
+
 # --- whole runs ---
 
 
@@ -279,9 +290,11 @@ def test_the_environment_of_the_tutorial_trains(workplace: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_the_first_run_and_its_evaluation(workplace: Path) -> None:
-    changed = [words[1:] for words in commands("docs/first_run") if "run_dir=runs/demo" in words]
-    out = run(workplace, *[re.sub("max_steps=.*", "max_steps=2", word) for word in changed[0]])
+    first, resumed = [words[1:] for words in commands("docs/first_run") if "run_dir=runs/demo" in words]
+    out = run(workplace, *[re.sub("max_steps=.*", "max_steps=2", word) for word in first])
     assert "age 0.0/0" in out and "find bottlenecks: " in out
+    out = run(workplace, *[re.sub("max_steps=.*", "max_steps=3", word) for word in resumed])
+    assert re.search(r"step +3/3", out) and not re.search(r"step +2/3", out)
     evaluate, *_ = [words[1:] for words in commands("docs/evaluation") if "--model" in words]
     assert "pass@4" in run(workplace, *evaluate, "evaluation.num_problems=8")
     _, shown = run_commands("docs/evaluation", workplace, app="apps.show")

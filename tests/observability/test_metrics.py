@@ -17,6 +17,7 @@ from forgeasync.observability import (
     REQUIRED_KEYS,
     MetricsWriter,
     ProblemScores,
+    batch_metrics,
     definition_of,
     markdown,
     mean_score,
@@ -26,7 +27,7 @@ from forgeasync.observability import (
     undefined,
 )
 from tests.support.disks import Disk, install
-from tests.support.step_records import TRAINER, make_held_out, make_step
+from tests.support.step_records import TRAINER, make_groups, make_held_out, make_step
 
 # --- definitions ---
 
@@ -108,6 +109,15 @@ def test_step_metrics_by_hand() -> None:
         "dropped/too_old": 3,
     }
     assert {key: metrics[key] for key in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("version", "max_token_age", "mean", "oldest"),
+    [(4, 2, 9 / 16, 2), (4, 1, 1 / 12, 1), (4, 0, 0.0, 0), (9, 1, 89 / 16, 7)],
+)
+def test_ages_are_those_of_trained_tokens(version: int, max_token_age: int, mean: float, oldest: int) -> None:
+    metrics = batch_metrics(make_groups(), trained_version=version, max_token_age=max_token_age)
+    assert (metrics["off_policy/age_mean"], metrics["off_policy/age_max"]) == (pytest.approx(mean), oldest)
 
 
 # --- metrics.jsonl ---

@@ -223,7 +223,10 @@ def test_the_last_words_say_how_accuracy_went(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     monkeypatch.chdir(tmp_path)
-    reached, bound, *following = closing_lines(RunDir(path=Path("a run")), Path("its weights"), MEASURED)
+    run_dir, its_weights = RunDir(path=Path("a run")), Path("its weights")
+    reached, bound, *following = closing_lines(run_dir, its_weights, MEASURED, has_profile=True)
+    episodes = closing_lines(run_dir, its_weights, MEASURED, has_profile=False)[-1]
+    assert episodes == "  read episodes:    bin/python -m apps.show 'a run'"
     accuracy, weights = reached.split("; ")
     assert accuracy == "held-out accuracy went from 10.0% to 40.0% in 4 steps, which took 2.0 minutes"
     assert weights == "weights: its weights"
@@ -254,4 +257,4 @@ def test_the_last_words_where_little_was_measured(
         for step, one in enumerate(accuracies):
             line = {"step": step, "time/elapsed_s": 60.0 * step, "eval/accuracy": one}
             file.write(json.dumps(line) + "\n")
-    assert words in closing_lines(RunDir(path=tmp_path), tmp_path, None)[0]
+    assert words in closing_lines(RunDir(path=tmp_path), tmp_path, None, has_profile=True)[0]

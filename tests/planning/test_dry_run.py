@@ -149,7 +149,7 @@ def test_30b_table(config: RunConfig, facts: ModelFacts) -> None:
             rows[name] = (value, what)
     assert rows["GPUs, all"][0] == "32"
     assert rows["GPUs, trainer"][0] == "16"
-    assert rows["GPUs, generators"] == ("16", "8 replicas x 2 tensor-parallel")
+    assert rows["GPUs, generators"] == ("16", "num_replicas 8 x tensor_parallel 2")
     sizes = "dp_replicate x dp_shard x cp x tp; ep 8, each expert then sharded over 2"
     assert rows["trainer mesh"] == ("1 x 16 x 1 x 1", sizes)
     shipped = "shape from configs/models/Qwen--Qwen3-30B-A3B/config.json"

@@ -430,7 +430,7 @@ def chosen_tools(tools: Iterable[ToolSpec], choice: object, name: str | None = N
         return {"tools": tools}
     must_call = tuple(tool for tool in tools if name is None or tool.name == name)
     if not must_call:
-        raise wrong("tool_choice", name or choice, "must leave a tool to call, and tools has none such")
+        raise wrong("tool_choice", name or choice, "needs a matching tool in `tools`")
     return {"tools": tools, "must_call": must_call}
 
 

@@ -132,7 +132,7 @@ class CodingTools:
         try:
             data = text.encode()
         except UnicodeEncodeError:
-            raise ToolFailed("Error: the text has half a character; must be valid Unicode") from None
+            raise ToolFailed("Error: the text has a lone surrogate; must be valid Unicode") from None
         if len(data) > MAX_FILE_BYTES:
             raise ToolFailed(f"Error: the file would have {len(data)} bytes; at most {MAX_FILE_BYTES}")
         try:

@@ -117,7 +117,7 @@ def _text(record: Mapping[str, Any], field: str) -> str:
         raise ValueError(f"{field} is {value!r:.80}; must be a text that is not empty")
     if not value.isascii() and any("\ud800" <= one <= "\udfff" for one in value):
         # JSON can hold lone surrogates, which no tokenizer and no file can.
-        raise ValueError(f"{field} is {value!r:.80}; has half a character, must be valid Unicode")
+        raise ValueError(f"{field} is {value!r:.80}; has a lone surrogate; must be valid Unicode")
     return value
 
 

@@ -48,7 +48,7 @@ def test_the_names_are_those_of_the_library() -> None:
 def test_which_renderer_a_tokenizer_gets() -> None:
     """Families that write booleans otherwise are told apart: Qwen3.6 has JSON's words, Qwen3.5 Python's."""
     booleans = TEMPLATES["qwen3.5"].replace("value | string", "value if value is string else value | tojson")
-    right, none = "it renders as the chat template does", "no family that is known has this chat template"
+    right, none = "it renders as the chat template does", "no known family has this chat template"
     for tokenizer, name, kind, reason in [
         *((family_tokenizer(family), family, FamilyRenderer, right) for family in TEMPLATES),
         (family_tokenizer("qwen3.5", booleans), "qwen3.6", FamilyRenderer, right),
@@ -78,7 +78,7 @@ def test_a_template_of_its_own_is_rendered_by_itself(family: str, old: str, new:
     assert changed != template
     chosen = choose_renderer(family_tokenizer(family, changed), chat_template=True)
     assert chosen.name == "template" and isinstance(chosen.renderer, TemplateRenderer)
-    assert chosen.reason.startswith("no family that is known has this chat template; ")
+    assert chosen.reason.startswith("no known family has this chat template; ")
     assert words in chosen.reason
 
 

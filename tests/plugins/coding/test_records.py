@@ -99,7 +99,7 @@ LINK_OUT = (
         ({"test_patch": patch_of("../x", "", "x\n")}, "test_patch"),
         ({"test_patch": patch_of("shop/current", "a\n", "x\n")}, "which is or lies behind a symbolic link"),
         ({"test_patch": LINK_OUT}, "test_patch makes a symbolic link of 'tests/link'; must make files only"),
-        ({"problem_statement": "half \ud800"}, "problem_statement is 'half \\ud800'; has half a character"),
+        ({"problem_statement": "half \ud800"}, "problem_statement is 'half \\ud800'; has a lone surrogate"),
         ({"FAIL_TO_PASS": "[" * 100_000}, "; must be a list of texts, or one as JSON"),
         ({"checkout": "."}, "has the file of records in it, with the hidden tests"),
     ],
