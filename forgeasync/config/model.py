@@ -145,14 +145,14 @@ class ModelFacts:
     num_kv_heads: int
     head_dim: int
     """Head dimension of queries and keys."""
-    num_experts: int
-    top_k: int
     vocab_size: int
-    expert_hidden_size: int
     max_position_embeddings: int
     tie_word_embeddings: bool
     rope_theta: float
     rms_norm_eps: float
+    num_experts: int = 0
+    top_k: int = 0
+    expert_hidden_size: int = 0
     num_dense_layers: int = 0
     """Number of leading layers that have one feed-forward network instead of experts."""
     dense_hidden_size: int = 0

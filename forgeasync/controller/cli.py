@@ -245,7 +245,7 @@ def show_plan(config: RunConfig, *, gpu_gib: float | None = None) -> None:
     ``gpu_gib`` is the memory of one GPU in GiB. None: the memory of this machine's GPUs, or ``GPU_GIB``.
     """
     # Imported here: these names build the model on the meta device, which only a dry run should wait for.
-    from forgeasync.planning import dry_run_report, request_warnings, with_host_requests
+    from forgeasync.planning import dry_run_report, with_host_requests
     from forgeasync.runtime import render_launch
 
     facts, looked_at = check_plan(config)
@@ -253,8 +253,6 @@ def show_plan(config: RunConfig, *, gpu_gib: float | None = None) -> None:
     gpu_bytes = gpu_memory_bytes() if gpu_gib is None else round(gpu_gib * 2**30)
     report = dry_run_report(config, facts, shape_from=shape_from, looked_at=looked_at, gpu_bytes=gpu_bytes)
     Console(width=REPORT_COLUMNS).print(report)
-    for warning in request_warnings(config, facts):
-        print(f"warning: {warning}")
     if (spec := render_launch(with_host_requests(config, facts))) is not None:
         print(f"\nwith launcher {config.launcher.kind}:\n{spec}")
 

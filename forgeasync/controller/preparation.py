@@ -60,7 +60,6 @@ from forgeasync.planning import (
     check_host_memory,
     check_memory,
     check_shared_memory,
-    request_warnings,
     teacher_facts,
     with_host_requests,
 )
@@ -184,7 +183,7 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
         train=train,
         sets=evaluated,
         resumed=resumed,
-        warnings=(*request_warnings(config, facts), *warnings, *_untrained(folder, facts)),
+        warnings=(*warnings, *_untrained(folder, facts)),
     )
 
 

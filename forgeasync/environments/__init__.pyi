@@ -47,7 +47,6 @@ from .serving import ServingAddress as ServingAddress
 from .serving import ServingReport as ServingReport
 from .serving import ServingSetup as ServingSetup
 from .serving import SessionService as SessionService
-from .serving import UntrainedSample as UntrainedSample
 from .serving import UntrainedTurns as UntrainedTurns
 from .serving import check_address as check_address
 from .serving import serving_metrics as serving_metrics

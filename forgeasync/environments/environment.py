@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
 
 from forgeasync.config import (
@@ -438,9 +438,9 @@ class _FunctionEnvironment(Environment):
 
 
 _BUILT_IN: Mapping[type[Section], str] = {
-    PythonTool: "forgeasync.environments.tool_environments.PythonToolEnvironment",
-    McpEnvironment: "forgeasync.environments.tool_environments.McpToolsEnvironment",
-    RemoteEnvironment: "forgeasync.environments.remote.RemoteAgent",
+    PythonTool: "forgeasync.environments.tool_environments:PythonToolEnvironment",
+    McpEnvironment: "forgeasync.environments.tool_environments:McpToolsEnvironment",
+    RemoteEnvironment: "forgeasync.environments.remote:RemoteAgent",
 }
 """The ``SectionEnvironment`` of each built-in kind, imported on use."""
 
@@ -465,8 +465,7 @@ def run_apart(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 def _class_of(section: EnvironmentSection) -> type[SectionEnvironment]:
-    module, _, name = _BUILT_IN[type(section)].rpartition(".")
-    found: type[SectionEnvironment] = getattr(import_module(module), name)
+    found: type[SectionEnvironment] = resolve_name(_BUILT_IN[type(section)])
     return found
 
 

@@ -12,8 +12,9 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,36 +72,19 @@ class EpisodeActivity:
     """Total time of waits before the first turn. No sampled token ages during them."""
     _waiting_since_s: float = 0.0
 
-    def begin_turn(self) -> None:
+    def begin_turn(self, now_s: float) -> None:
         """Record the start of a turn."""
         if not self.num_sampling:
-            self.last_s = self.now_s()
+            self.last_s = now_s
         self.num_sampling += 1
         self.num_begun += 1
 
-    def end_turn(self) -> None:
+    def end_turn(self, now_s: float) -> None:
         """Record the end of a turn, with any outcome."""
-        now_s = self.now_s()
         self.num_sampling -= 1
         if not self.num_sampling:
             self.sampling_s += now_s - self.last_s
             self.last_s = now_s
-
-    def turns_on(self, loop: asyncio.AbstractEventLoop) -> Callable[[], AbstractContextManager[None]]:
-        """Return a factory of contexts. An agent enters one, on any thread, while an endpoint samples a turn.
-
-        This object belongs to ``loop``, and is updated there.
-        """
-
-        @contextmanager
-        def turn() -> Iterator[None]:
-            loop.call_soon_threadsafe(self.begin_turn)
-            try:
-                yield
-            finally:
-                loop.call_soon_threadsafe(self.end_turn)
-
-        return turn
 
     def begin_wait(self, now_s: float) -> None:
         """Stop the deadlines."""
@@ -120,21 +104,23 @@ class EpisodeActivity:
         if not self.num_sampling:
             self.last_s = now_s
 
-    def waiting_on(self, loop: asyncio.AbstractEventLoop) -> Callable[[], AbstractContextManager[None]]:
-        """Return a factory of contexts. An agent enters one, on any thread, to wait for people or generators.
+    @contextmanager
+    def turn_on(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """Context of a turn that an endpoint samples, on any thread; this object is updated on ``loop``."""
+        loop.call_soon_threadsafe(self.begin_turn, self.now_s())
+        try:
+            yield
+        finally:
+            loop.call_soon_threadsafe(self.end_turn, self.now_s())
 
-        This object belongs to ``loop``, and is updated there.
-        """
-
-        @contextmanager
-        def waiting() -> Iterator[None]:
-            loop.call_soon_threadsafe(self.begin_wait, self.now_s())
-            try:
-                yield
-            finally:
-                loop.call_soon_threadsafe(self.end_wait, self.now_s())
-
-        return waiting
+    @contextmanager
+    def wait_on(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """Context of a wait for people or generators, on any thread; this object is updated on ``loop``."""
+        loop.call_soon_threadsafe(self.begin_wait, self.now_s())
+        try:
+            yield
+        finally:
+            loop.call_soon_threadsafe(self.end_wait, self.now_s())
 
 
 logger = logging.getLogger(__name__)
@@ -494,7 +480,7 @@ class Episodes:
                 name=role.name,
                 artifacts=artifacts,
                 open_session=self._open_session,
-                waiting=activity.waiting_on(asyncio.get_running_loop()),
+                waiting=partial(activity.wait_on, asyncio.get_running_loop()),
             )
             for index, role in enumerate(self._roles)
         ]
@@ -507,11 +493,11 @@ class Episodes:
         of_agent = dataclasses.replace(episode, agent=index)
 
         async def here(request: TurnRequest) -> SampledTurn | None:
-            activity.begin_turn()
+            activity.begin_turn(self._now_s())
             try:
                 return await sample(of_agent, request)
             finally:
-                activity.end_turn()
+                activity.end_turn(self._now_s())
 
         async def from_anywhere(request: TurnRequest) -> SampledTurn | None:
             if asyncio.get_running_loop() is loop:
@@ -533,8 +519,8 @@ class Episodes:
             tool_s=self._section.tool_s,
             name=role.name,
             artifacts=artifacts,
-            taking_turn=activity.turns_on(loop),
-            waiting=activity.waiting_on(loop),
+            taking_turn=partial(activity.turn_on, loop),
+            waiting=partial(activity.wait_on, loop),
         )
 
     async def _rollout(self, task: Task, agent: Agent | Agents, agents: Sequence[Participant]) -> object:

@@ -258,10 +258,6 @@ class ServerLost(Exception):
     """The server has ended, cannot be reached, or does not answer."""
 
 
-class CallRefused(Exception):
-    """The server has answered a call with an error of the protocol."""
-
-
 class Connection:
     """A client of one server. Its own task enters and leaves the scopes of anyio, as these require."""
 
@@ -303,7 +299,7 @@ class Connection:
         """Call a tool.
 
         Raises:
-            CallRefused: The server answers with an error.
+            ToolFailed: The server answers with an error.
             ServerLost: The server has ended or does not answer.
         """
         assert self._client is not None and self._owner is not None
@@ -321,7 +317,7 @@ class Connection:
         if not await self.is_alive():
             raise ServerLost(self._said(_message_of(error))) from error
         if isinstance(error, MCPError | ValidationError | RuntimeError):
-            raise CallRefused(_message_of(error)) from error
+            raise ToolFailed(f"Error: {_message_of(error)}") from error
         raise error
 
     async def is_alive(self) -> bool:
@@ -409,9 +405,6 @@ def _message_of(error: BaseException) -> str:
 START_S = 30.0
 """Default time for a server to start, in seconds."""
 
-MAX_RESTARTS = 1
-"""Maximum number of restarts of one server in an episode."""
-
 
 class McpTools:
     """Starts MCP servers, or connects to them, and provides their tools. Create it within ``rollout``.
@@ -464,7 +457,7 @@ class _Server:
         self._start_s = start_s
         self._connection = Connection(section)
         self._one_restart = asyncio.Lock()
-        self._num_restarts = 0
+        self._was_restarted = False
         self._lost: str | None = None
         """Reason why the connection is lost; None while it is usable."""
 
@@ -496,8 +489,6 @@ class _Server:
         connection = self._connection
         try:
             result = await connection.call(tool, arguments)
-        except CallRefused as error:
-            raise ToolFailed(f"Error: {error}") from error
         except ServerLost as error:
             if connection is self._connection:
                 self._lost = str(error)
@@ -520,9 +511,9 @@ class _Server:
                 self._lost = "it stopped answering"
             if self._lost is None:
                 return
-            if self._num_restarts >= MAX_RESTARTS:
+            if self._was_restarted:
                 raise EpisodeInterrupted(f"MCP server {self._name!r} was lost again: {self._lost}")
-            self._num_restarts += 1
+            self._was_restarted = True
             await self._connection.close()
             self._connection = Connection(self._section)
             await self.start()

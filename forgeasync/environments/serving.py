@@ -10,7 +10,7 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -20,7 +20,7 @@ from forgeasync.config import ServingSection
 from forgeasync.environments.agent import EpisodeAgent, TurnRequest
 from forgeasync.environments.sessions.server import MIN_TOKEN_CHARS, SessionServer
 from forgeasync.environments.sessions.session import Session
-from forgeasync.rollouts import FinishReason, SampledTurn, VersionRange
+from forgeasync.rollouts import SampledTurn
 from forgeasync.schema import Problem
 
 
@@ -182,19 +182,11 @@ class ServesPeople(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UntrainedSample:
-    """A sample that no generator has stored."""
+SampleAfter = Callable[[np.ndarray, int, tuple[str, ...]], Awaitable[SampledTurn]]
+"""Samples after a prompt (token ids, int32), up to a number of tokens or to one of the stop texts.
 
-    ids_T: np.ndarray
-    """The sampled tokens, int32."""
-    text: str
-    finish_reason: FinishReason
-    versions: VersionRange
-
-
-SampleAfter = Callable[[np.ndarray, int, tuple[str, ...]], Awaitable[UntrainedSample]]
-"""Samples after a prompt (token ids, int32), up to a number of tokens or to one of the stop texts."""
+No generator stores the turn, so its number means nothing.
+"""
 
 
 class UntrainedTurns:
@@ -215,11 +207,4 @@ class UntrainedTurns:
         prompt_ids = np.concatenate([before, request.given_ids])
         turn = await self._sample(prompt_ids, request.max_tokens, request.stop)
         self._paths.append(np.concatenate([prompt_ids, turn.ids_T]))
-        return SampledTurn(
-            turn=len(self._paths) - 1,
-            ids_T=turn.ids_T,
-            text=turn.text,
-            finish_reason=turn.finish_reason,
-            first_version=turn.versions.first,
-            version=turn.versions.last,
-        )
+        return replace(turn, turn=len(self._paths) - 1)

@@ -12,8 +12,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from operator import eq
+from pkgutil import resolve_name
 from typing import ClassVar, Protocol, overload
 
 import numpy as np
@@ -255,9 +255,9 @@ def _preview(source: NamedSource, seed: int) -> tuple[str, Task | None]:
 
 
 _BUILT_IN: Mapping[type[Section], str] = {
-    ReasoningGymSource: "forgeasync.environments.reasoning_gym.ReasoningGymProblems",
-    HuggingFaceSource: "forgeasync.environments.records.HuggingFaceProblems",
-    PythonSource: "forgeasync.environments.records.PythonProblems",
+    ReasoningGymSource: "forgeasync.environments.reasoning_gym:ReasoningGymProblems",
+    HuggingFaceSource: "forgeasync.environments.records:HuggingFaceProblems",
+    PythonSource: "forgeasync.environments.records:PythonProblems",
 }
 """The class of each built-in kind, imported on use because some import libraries that are slow to load."""
 
@@ -267,8 +267,7 @@ def _problems(source: NamedSource, seed: int) -> SourceProblems:
     section = source.source
     if isinstance(section, InstalledSource):
         return section.problems(**numbers)
-    module, _, name = _BUILT_IN[type(section)].rpartition(".")
-    found: SourceProblems = getattr(import_module(module), name)(section, **numbers)
+    found: SourceProblems = resolve_name(_BUILT_IN[type(section)])(section, **numbers)
     return found
 
 

@@ -12,18 +12,17 @@ from forgeasync.models.family import (
     Family,
     Shape,
     biased_moe_shapes,
-    common_sizes,
-    network_shapes,
+    biased_sizes,
+    dense_shapes,
     norm_shapes,
-    read_biased_routing,
+    read_biased_facts,
     read_yarn,
     refuse_attention_variants,
     refuse_common_variants,
-    routing_sizes,
+    sizes_of,
 )
 
 if TYPE_CHECKING:
-    from torchtitan.models.common import ComplexRoPE
     from torchtitan.models.common.decoder import TransformerBlock
 
     from forgeasync.models.titan_family import TitanFamily
@@ -32,38 +31,29 @@ _LATENT_NORM_EPS = 1e-6
 """Epsilon of the latents' norms in transformers, whatever rms_norm_eps is. vLLM uses rms_norm_eps."""
 
 
+_LATENT_KEYS = {
+    "kv_rank": "kv_lora_rank",
+    "nope_head_dim": "qk_nope_head_dim",
+    "rope_head_dim": "qk_rope_head_dim",
+    "value_head_dim": "v_head_dim",
+}
+
+
 def _read(model_type: str, reader: ConfigReader) -> ModelFacts:
     _refuse_variants(reader)
     num_heads = reader.integer("num_attention_heads")
     latent = LatentAttention(
-        query_rank=reader.integer("q_lora_rank", default=0),
-        kv_rank=reader.integer("kv_lora_rank"),
-        nope_head_dim=reader.integer("qk_nope_head_dim"),
-        rope_head_dim=reader.integer("qk_rope_head_dim"),
-        value_head_dim=reader.integer("v_head_dim"),
+        query_rank=reader.integer("q_lora_rank", default=0), **reader.integers(_LATENT_KEYS)
     )
-    return ModelFacts(
-        model_type=model_type,
-        num_layers=reader.integer("num_hidden_layers"),
-        hidden_size=reader.integer("hidden_size"),
+    return read_biased_facts(
+        reader,
+        model_type,
         num_heads=num_heads,
         # Latents are expanded to keys and values of all heads.
         num_kv_heads=num_heads,
         head_dim=latent.nope_head_dim + latent.rope_head_dim,
-        num_experts=reader.integer("n_routed_experts"),
-        top_k=reader.integer("num_experts_per_tok"),
-        vocab_size=reader.integer("vocab_size"),
-        expert_hidden_size=reader.integer("moe_intermediate_size"),
-        max_position_embeddings=reader.integer("max_position_embeddings"),
-        tie_word_embeddings=reader.boolean("tie_word_embeddings", default=False),
-        rope_theta=reader.rope_theta(),
-        rms_norm_eps=reader.number("rms_norm_eps"),
-        num_dense_layers=reader.count("first_k_dense_replace"),
-        dense_hidden_size=reader.integer("intermediate_size"),
         rope_scaling=_read_scaling(reader),
         latent=latent,
-        routing=read_biased_routing(reader),
-        num_mtp_layers=reader.num_mtp_layers(),
     )
 
 
@@ -91,29 +81,19 @@ def _read_scaling(reader: ConfigReader) -> YarnRope | None:
 
 def _sizes(facts: ModelFacts) -> dict[str, object]:
     assert facts.latent is not None
-    latent = facts.latent
-    return (
-        common_sizes(facts)
-        | routing_sizes(facts)
-        | {
-            "q_lora_rank": latent.query_rank or None,
-            "kv_lora_rank": latent.kv_rank,
-            "qk_nope_head_dim": latent.nope_head_dim,
-            "qk_rope_head_dim": latent.rope_head_dim,
-            "qk_head_dim": facts.head_dim,
-            # transformers uses head_dim as the number of rotated dimensions.
-            "head_dim": latent.rope_head_dim,
-            "v_head_dim": latent.value_head_dim,
-        }
-    )
+    sizes = biased_sizes(facts) | sizes_of(facts.latent, _LATENT_KEYS)
+    return sizes | {
+        "q_lora_rank": facts.latent.query_rank or None,
+        "qk_head_dim": facts.head_dim,
+        # transformers uses head_dim as the number of rotated dimensions.
+        "head_dim": facts.latent.rope_head_dim,
+    }
 
 
 def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
     shapes = norm_shapes(facts) | _attention_shapes(facts)
     if layer < facts.num_dense_layers:
-        return shapes | network_shapes(
-            "mlp", hidden_size=facts.hidden_size, inner_size=facts.dense_hidden_size
-        )
+        return shapes | dense_shapes(facts)
     return shapes | biased_moe_shapes(facts)
 
 
@@ -139,23 +119,11 @@ def _attention_shapes(facts: ModelFacts) -> dict[str, Shape]:
     }
 
 
-def _titan_rope(facts: ModelFacts) -> ComplexRoPE.Config:
-    """Return the config of rotary embeddings, which rotate adjacent dimensions in files and TorchTitan."""
-    from torchtitan.models.common import ComplexRoPE
-
-    from forgeasync.models.titan_family import with_yarn
-
-    assert facts.latent is not None
-    rope = ComplexRoPE.Config(
-        dim=facts.latent.rope_head_dim, max_seq_len=facts.max_position_embeddings, theta=facts.rope_theta
-    )
-    return rope if facts.rope_scaling is None else with_yarn(rope, facts)
-
-
 def _titan_layers(facts: ModelFacts, attention_backend: str) -> list[TransformerBlock.Config]:
+    from torchtitan.models.common import ComplexRoPE
     from torchtitan.models.deepseek_v3 import _build_dsv3_layers
 
-    from forgeasync.models.titan_family import set_norm_eps
+    from forgeasync.models.titan_family import rope_config, set_norm_eps
 
     latent, routing = facts.latent, facts.routing
     assert latent is not None and routing is not None
@@ -184,7 +152,8 @@ def _titan_layers(facts: ModelFacts, attention_backend: str) -> list[Transformer
         attn_backend=attention_backend,
         moe_comm_backend="standard",
         non_blocking_capacity_factor=None,
-        rope=_titan_rope(facts),
+        # Files and TorchTitan rotate adjacent dimensions.
+        rope=rope_config(ComplexRoPE, facts),
     )
     for layer in layers:
         set_norm_eps(layer, facts)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forgeasync.config import BiasedRouting, ModelFacts, YarnRope
 from forgeasync.schema import Problem
@@ -109,6 +109,10 @@ class ConfigReader:
         if name in self._raw and self._raw[name] == 0 and not isinstance(self._raw[name], bool):
             return 0
         return self.integer(name)
+
+    def integers(self, keys: Mapping[str, str]) -> dict[str, Any]:
+        """Read positive integers under ``keys``, which gives each name's key."""
+        return {name: self.integer(key) for name, key in keys.items()}
 
     def num_mtp_layers(self) -> int:
         """Read the number of layers of multi-token prediction; a missing key means 0."""
@@ -303,30 +307,77 @@ def read_yarn(reader: ConfigReader, *, mscale: float, truncates: bool = True) ->
     )
 
 
-def read_biased_routing(reader: ConfigReader) -> BiasedRouting:
-    return BiasedRouting(
-        num_groups=reader.integer("n_group"),
-        num_limited_groups=reader.integer("topk_group"),
+_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+}
+DENSE_KEYS = _KEYS | {"dense_hidden_size": "intermediate_size"}
+"""Key in config.json of each size of a model without experts, by its name in ``ModelFacts``."""
+
+MOE_KEYS = _KEYS | {
+    "num_experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_hidden_size": "moe_intermediate_size",
+}
+"""Those of a model with experts in all layers."""
+
+BIASED_MOE_KEYS = MOE_KEYS | {
+    "num_experts": "n_routed_experts",
+    "num_dense_layers": "first_k_dense_replace",
+    "dense_hidden_size": "intermediate_size",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}
+"""Those of a model with biased routing, next to ``_ROUTING_KEYS``."""
+
+_ROUTING_KEYS = {
+    "num_groups": "n_group",
+    "num_limited_groups": "topk_group",
+    "num_shared_experts": "n_shared_experts",
+}
+
+
+def read_facts(reader: ConfigReader, model_type: str, keys: Mapping[str, str], **own: Any) -> ModelFacts:
+    """Read the facts that all families have, and the sizes under ``keys``, except those given as ``own``."""
+    sizes = reader.integers({name: key for name, key in keys.items() if name not in own})
+    if "num_experts" not in keys:
+        sizes["num_dense_layers"] = sizes["num_layers"]
+    if "tie_word_embeddings" not in own:
+        own["tie_word_embeddings"] = reader.boolean("tie_word_embeddings", default=False)
+    theta, eps = reader.rope_theta(), reader.number("rms_norm_eps")
+    return ModelFacts(model_type=model_type, rope_theta=theta, rms_norm_eps=eps, **sizes, **own)
+
+
+def sizes_of(shape: object, keys: Mapping[str, str]) -> dict[str, object]:
+    """Return sizes as items of config.json; the inverse of ``ConfigReader.integers``."""
+    return {key: getattr(shape, name) for name, key in keys.items()}
+
+
+def read_biased_facts(reader: ConfigReader, model_type: str, **own: Any) -> ModelFacts:
+    """Read the facts of a model with DeepSeek-V3's routing."""
+    routing = BiasedRouting(
         normalizes=reader.boolean("norm_topk_prob"),
         scale=reader.number("routed_scaling_factor"),
-        num_shared_experts=reader.integer("n_shared_experts"),
+        **reader.integers(_ROUTING_KEYS),
+    )
+    return read_facts(
+        reader,
+        model_type,
+        BIASED_MOE_KEYS,
+        num_dense_layers=reader.count("first_k_dense_replace"),
+        num_mtp_layers=reader.num_mtp_layers(),
+        routing=routing,
+        **own,
     )
 
 
-def routing_sizes(facts: ModelFacts) -> dict[str, object]:
-    """Return the sizes in config.json of layers with biased routing, and of the layers around them."""
-    assert facts.routing is not None
-    return {
-        "n_routed_experts": facts.num_experts,
-        "num_experts_per_tok": facts.top_k,
-        "moe_intermediate_size": facts.expert_hidden_size,
-        "first_k_dense_replace": facts.num_dense_layers,
-        "intermediate_size": facts.dense_hidden_size,
-        "n_group": facts.routing.num_groups,
-        "topk_group": facts.routing.num_limited_groups,
-        "n_shared_experts": facts.routing.num_shared_experts,
-        "num_nextn_predict_layers": facts.num_mtp_layers,
-    }
+def biased_sizes(facts: ModelFacts) -> dict[str, object]:
+    """Return the sizes in config.json of a model with biased routing."""
+    return sizes_of(facts, BIASED_MOE_KEYS) | sizes_of(facts.routing, _ROUTING_KEYS)
 
 
 def attention_shapes(facts: ModelFacts) -> dict[str, Shape]:
@@ -339,18 +390,6 @@ def attention_shapes(facts: ModelFacts) -> dict[str, Shape]:
         "self_attn.v_proj.weight": (keys, hidden),
         "self_attn.o_proj.weight": (hidden, queries),
     } | norm_shapes(facts)
-
-
-def common_sizes(facts: ModelFacts) -> dict[str, object]:
-    """Return the sizes in config.json that every family has."""
-    return {
-        "num_hidden_layers": facts.num_layers,
-        "hidden_size": facts.hidden_size,
-        "num_attention_heads": facts.num_heads,
-        "num_key_value_heads": facts.num_kv_heads,
-        "vocab_size": facts.vocab_size,
-        "max_position_embeddings": facts.max_position_embeddings,
-    }
 
 
 def norm_shapes(facts: ModelFacts) -> dict[str, Shape]:
@@ -367,6 +406,11 @@ def network_shapes(prefix: str, *, hidden_size: int, inner_size: int) -> dict[st
         f"{prefix}.up_proj.weight": (inner_size, hidden_size),
         f"{prefix}.down_proj.weight": (hidden_size, inner_size),
     }
+
+
+def dense_shapes(facts: ModelFacts) -> dict[str, Shape]:
+    """Return the shapes of a dense layer's feed-forward network."""
+    return network_shapes("mlp", hidden_size=facts.hidden_size, inner_size=facts.dense_hidden_size)
 
 
 def biased_moe_shapes(facts: ModelFacts) -> dict[str, Shape]:

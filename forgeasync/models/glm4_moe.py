@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from forgeasync.config import ModelFacts
@@ -12,11 +11,10 @@ from forgeasync.models.family import (
     Shape,
     attention_shapes,
     biased_moe_shapes,
-    common_sizes,
-    network_shapes,
-    read_biased_routing,
+    biased_sizes,
+    dense_shapes,
+    read_biased_facts,
     refuse_common_variants,
-    routing_sizes,
 )
 
 if TYPE_CHECKING:
@@ -31,25 +29,9 @@ if TYPE_CHECKING:
 def _read(reader: ConfigReader) -> ModelFacts:
     refuse_common_variants(reader)
     reader.rope_type("default")
-    facts = ModelFacts(
-        model_type="glm4_moe",
-        num_layers=reader.integer("num_hidden_layers"),
-        hidden_size=reader.integer("hidden_size"),
-        num_heads=reader.integer("num_attention_heads"),
-        num_kv_heads=reader.integer("num_key_value_heads"),
-        head_dim=reader.integer("head_dim"),
-        num_experts=reader.integer("n_routed_experts"),
-        top_k=reader.integer("num_experts_per_tok"),
-        vocab_size=reader.integer("vocab_size"),
-        expert_hidden_size=reader.integer("moe_intermediate_size"),
-        max_position_embeddings=reader.integer("max_position_embeddings"),
-        tie_word_embeddings=reader.boolean("tie_word_embeddings", default=False),
-        rope_theta=reader.rope_theta(),
-        rms_norm_eps=reader.number("rms_norm_eps"),
-        num_dense_layers=reader.count("first_k_dense_replace"),
-        dense_hidden_size=reader.integer("intermediate_size"),
-        routing=read_biased_routing(reader),
-        num_mtp_layers=reader.num_mtp_layers(),
+    facts = read_biased_facts(
+        reader,
+        "glm4_moe",
         partial_rotary_factor=reader.partial_rotary_factor(default=0.5),
         has_attention_biases=reader.boolean("attention_bias", default=False),
         has_head_norms=reader.boolean("use_qk_norm", default=False),
@@ -62,10 +44,6 @@ def _read(reader: ConfigReader) -> ModelFacts:
     return facts
 
 
-def _sizes(facts: ModelFacts) -> dict[str, object]:
-    return common_sizes(facts) | routing_sizes(facts) | {"head_dim": facts.head_dim}
-
-
 def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
     shapes = attention_shapes(facts)
     if facts.has_attention_biases:
@@ -74,7 +52,7 @@ def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
         shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (facts.head_dim,)
     if layer >= facts.num_dense_layers:
         return shapes | biased_moe_shapes(facts)
-    return shapes | network_shapes("mlp", hidden_size=facts.hidden_size, inner_size=facts.dense_hidden_size)
+    return shapes | dense_shapes(facts)
 
 
 _WITH_BIAS = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv"}
@@ -83,23 +61,18 @@ _WITH_BIAS = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv"}
 
 def _titan_layers(facts: ModelFacts, attention_backend: str) -> list[TransformerBlock.Config]:
     """Return layers of TorchTitan's parts; it has no GLM."""
-    from torchtitan.models.common.config_utils import make_ffn_config
     from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
-    from forgeasync.models.titan_family import LINEAR_INIT, norm_config
+    from forgeasync.models.titan_family import network_config, norm_config
 
-    dense = make_ffn_config(
-        dim=facts.hidden_size,
-        hidden_dim=facts.dense_hidden_size,
-        w1_param_init=LINEAR_INIT,
-        w2w3_param_init=LINEAR_INIT,
-    )
     return [
         Qwen3TransformerBlock.Config(
             attention_norm=norm_config(facts.hidden_size, facts),
             ffn_norm=norm_config(facts.hidden_size, facts),
             attention=_titan_attention(facts, attention_backend),
-            feed_forward=replace(dense) if layer < facts.num_dense_layers else None,
+            feed_forward=network_config(facts, facts.dense_hidden_size)
+            if layer < facts.num_dense_layers
+            else None,
             moe=_titan_moe(facts) if layer >= facts.num_dense_layers else None,
         )
         for layer in range(facts.num_layers)
@@ -110,7 +83,7 @@ def _titan_attention(facts: ModelFacts, attention_backend: str) -> GQAttention.C
     from torch.nn.init import zeros_
     from torchtitan.models.common.config_utils import get_attention_config, make_gqa_config
 
-    from forgeasync.models.titan_family import LINEAR_INIT, PartialCosSinRoPE, norm_config
+    from forgeasync.models.titan_family import LINEAR_INIT, PartialCosSinRoPE, norm_config, rope_config
 
     attention = make_gqa_config(
         dim=facts.hidden_size,
@@ -122,11 +95,7 @@ def _titan_attention(facts: ModelFacts, attention_backend: str) -> GQAttention.C
         inner_attention=get_attention_config(attention_backend),
         fuse_qkv=False,
         qk_norm=norm_config(facts.head_dim, facts) if facts.has_head_norms else None,
-        rope=PartialCosSinRoPE.Config(
-            dim=facts.rotary_dim,
-            max_seq_len=facts.max_position_embeddings,
-            theta=facts.rope_theta,
-        ),
+        rope=rope_config(PartialCosSinRoPE, facts),
     )
     for projections in (attention.qkv_linear.wq, attention.qkv_linear.wkv):
         projections.bias = facts.has_attention_biases
@@ -135,13 +104,12 @@ def _titan_attention(facts: ModelFacts, attention_backend: str) -> GQAttention.C
 
 def _titan_moe(facts: ModelFacts) -> MoE.Config:
     from torchtitan.models.common.config_utils import (
-        make_ffn_config,
         make_moe_config,
         make_routed_experts_config,
         make_router_config,
     )
 
-    from forgeasync.models.titan_family import LINEAR_INIT
+    from forgeasync.models.titan_family import LINEAR_INIT, network_config
 
     assert facts.routing is not None
     routing = facts.routing
@@ -167,12 +135,7 @@ def _titan_moe(facts: ModelFacts) -> MoE.Config:
             param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), LINEAR_INIT["weight"]),
             comm_backend="standard",
         ),
-        shared_experts=make_ffn_config(
-            dim=facts.hidden_size,
-            hidden_dim=facts.shared_hidden_size,
-            w1_param_init=LINEAR_INIT,
-            w2w3_param_init=LINEAR_INIT,
-        ),
+        shared_experts=network_config(facts, facts.shared_hidden_size),
     )
 
 
@@ -208,7 +171,7 @@ GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     read=_read,
-    sizes=_sizes,
+    sizes=biased_sizes,
     layer_shapes=_layer_shapes,
     titan=_titan,
 )

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 from forgeasync.config import ModelFacts
 from forgeasync.models.family import (
+    MOE_KEYS,
     ConfigReader,
     Family,
     Shape,
     attention_shapes,
-    common_sizes,
+    read_facts,
     read_yarn,
     refuse_basic_variants,
+    sizes_of,
 )
 
 if TYPE_CHECKING:
@@ -22,6 +24,13 @@ if TYPE_CHECKING:
     from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
     from forgeasync.models.titan_family import TitanFamily
+
+
+_KEYS = MOE_KEYS | {
+    "num_experts": "num_local_experts",
+    "expert_hidden_size": "intermediate_size",
+    "window": "sliding_window",
+}
 
 
 def _read(reader: ConfigReader) -> ModelFacts:
@@ -37,31 +46,21 @@ def _read(reader: ConfigReader) -> ModelFacts:
     reader.only("swiglu_limit", 7.0)
     reader.only("rms_norm_eps", 1e-5)
     reader.rope_type("yarn")
-    num_layers, top_k = reader.integer("num_hidden_layers"), reader.integer("num_experts_per_tok")
-    reader.only("layer_types", _layer_types(num_layers), None)
-    # The released files have copies of two keys.
-    reader.only("experts_per_token", top_k)
-    reader.ignore("initial_context_length")
-    return ModelFacts(
-        model_type="gpt_oss",
-        num_layers=num_layers,
-        hidden_size=reader.integer("hidden_size"),
-        num_heads=reader.integer("num_attention_heads"),
-        num_kv_heads=reader.integer("num_key_value_heads"),
-        head_dim=reader.integer("head_dim"),
+    facts = read_facts(
+        reader,
+        "gpt_oss",
+        _KEYS,
         num_experts=reader.integer("num_local_experts", "num_experts"),
-        top_k=top_k,
-        vocab_size=reader.integer("vocab_size"),
-        expert_hidden_size=reader.integer("intermediate_size"),
-        max_position_embeddings=reader.integer("max_position_embeddings"),
         tie_word_embeddings=False,
-        rope_theta=reader.rope_theta(),
-        rms_norm_eps=reader.number("rms_norm_eps"),
         # TorchTitan's attention has the scale of gpt-oss.
         rope_scaling=read_yarn(reader, mscale=1.0, truncates=reader.rope_flag("truncate", default=True)),
         has_attention_biases=True,
-        window=reader.integer("sliding_window"),
     )
+    reader.only("layer_types", _layer_types(facts.num_layers), None)
+    # The released files have copies of two keys.
+    reader.only("experts_per_token", facts.top_k)
+    reader.ignore("initial_context_length")
+    return facts
 
 
 def _layer_types(num_layers: int) -> list[str]:
@@ -69,14 +68,7 @@ def _layer_types(num_layers: int) -> list[str]:
 
 
 def _sizes(facts: ModelFacts) -> dict[str, object]:
-    return common_sizes(facts) | {
-        "head_dim": facts.head_dim,
-        "num_local_experts": facts.num_experts,
-        "num_experts_per_tok": facts.top_k,
-        "experts_per_token": facts.top_k,
-        "intermediate_size": facts.expert_hidden_size,
-        "sliding_window": facts.window,
-    }
+    return sizes_of(facts, _KEYS) | {"experts_per_token": facts.top_k}
 
 
 def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
@@ -121,11 +113,8 @@ def _titan_attention(facts: ModelFacts, layer: int, attention_backend: str) -> B
     from torchtitan.models.common import CosSinRoPE
     from torchtitan.models.gpt_oss import _make_gptoss_attn_config
 
-    from forgeasync.models.titan_family import with_yarn
+    from forgeasync.models.titan_family import rope_config
 
-    rope = CosSinRoPE.Config(
-        dim=facts.head_dim, max_seq_len=facts.max_position_embeddings, theta=facts.rope_theta
-    )
     return _make_gptoss_attn_config(
         dim=facts.hidden_size,
         layer_id=layer,
@@ -135,7 +124,7 @@ def _titan_attention(facts: ModelFacts, layer: int, attention_backend: str) -> B
         head_dim=facts.head_dim,
         sliding_window_size=None if layer % 2 else facts.window,
         fuse_qkv=False,
-        rope=with_yarn(rope, facts),
+        rope=rope_config(CosSinRoPE, facts),
     )
 
 

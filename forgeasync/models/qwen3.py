@@ -8,20 +8,26 @@ from typing import TYPE_CHECKING
 
 from forgeasync.config import LinearAttention, ModelFacts
 from forgeasync.models.family import (
+    DENSE_KEYS,
+    MOE_KEYS,
     ConfigReader,
     Family,
     Shape,
     attention_shapes,
-    common_sizes,
+    dense_shapes,
     expert_shapes,
     network_shapes,
     norm_shapes,
+    read_facts,
     refuse_attention_variants,
     refuse_basic_variants,
     refuse_common_variants,
+    sizes_of,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchtitan.models.common.decoder import TransformerBlock
 
     from forgeasync.models.titan_family import TitanFamily
@@ -29,25 +35,8 @@ if TYPE_CHECKING:
 
 def _read_dense(reader: ConfigReader) -> ModelFacts:
     _refuse_variants(reader)
-    num_layers = reader.integer("num_hidden_layers")
-    return ModelFacts(
-        model_type="qwen3",
-        num_layers=num_layers,
-        hidden_size=reader.integer("hidden_size"),
-        num_heads=reader.integer("num_attention_heads"),
-        num_kv_heads=reader.integer("num_key_value_heads"),
-        head_dim=reader.integer("head_dim"),
-        num_experts=0,
-        top_k=0,
-        vocab_size=reader.integer("vocab_size"),
-        expert_hidden_size=0,
-        max_position_embeddings=reader.integer("max_position_embeddings"),
-        tie_word_embeddings=reader.boolean("tie_word_embeddings"),
-        rope_theta=reader.rope_theta(),
-        rms_norm_eps=reader.number("rms_norm_eps"),
-        num_dense_layers=num_layers,
-        dense_hidden_size=reader.integer("intermediate_size"),
-    )
+    is_tied = reader.boolean("tie_word_embeddings")
+    return read_facts(reader, "qwen3", DENSE_KEYS, tie_word_embeddings=is_tied)
 
 
 def _read_moe(reader: ConfigReader) -> ModelFacts:
@@ -57,22 +46,13 @@ def _read_moe(reader: ConfigReader) -> ModelFacts:
     reader.only("mlp_only_layers", [], None)
     # Layers without experts would have this size.
     reader.ignore("intermediate_size")
-    return ModelFacts(
-        model_type="qwen3_moe",
-        num_layers=reader.integer("num_hidden_layers"),
-        hidden_size=reader.integer("hidden_size"),
-        num_heads=reader.integer("num_attention_heads"),
-        num_kv_heads=reader.integer("num_key_value_heads"),
-        head_dim=reader.integer("head_dim"),
+    return read_facts(
+        reader,
+        "qwen3_moe",
+        MOE_KEYS,
         # transformers 5 writes num_local_experts, earlier versions num_experts.
         num_experts=reader.integer("num_experts", "num_local_experts"),
-        top_k=reader.integer("num_experts_per_tok"),
-        vocab_size=reader.integer("vocab_size"),
-        expert_hidden_size=reader.integer("moe_intermediate_size"),
-        max_position_embeddings=reader.integer("max_position_embeddings"),
         tie_word_embeddings=reader.boolean("tie_word_embeddings"),
-        rope_theta=reader.rope_theta(),
-        rms_norm_eps=reader.number("rms_norm_eps"),
     )
 
 
@@ -84,17 +64,9 @@ def _refuse_variants(reader: ConfigReader) -> None:
     reader.rope_type("default")
 
 
-def _dense_sizes(facts: ModelFacts) -> dict[str, object]:
-    return common_sizes(facts) | {"head_dim": facts.head_dim, "intermediate_size": facts.dense_hidden_size}
-
-
 def _moe_sizes(facts: ModelFacts) -> dict[str, object]:
-    return common_sizes(facts) | {
-        "head_dim": facts.head_dim,
-        "num_experts": facts.num_experts,
+    return sizes_of(facts, MOE_KEYS) | {
         "num_local_experts": facts.num_experts,
-        "num_experts_per_tok": facts.top_k,
-        "moe_intermediate_size": facts.expert_hidden_size,
         # No layer has this size, but transformers and vLLM need the key.
         "intermediate_size": facts.expert_hidden_size,
     }
@@ -105,7 +77,17 @@ def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
     shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (facts.head_dim,)
     if facts.num_experts:
         return shapes | expert_shapes(facts)
-    return shapes | network_shapes("mlp", hidden_size=facts.hidden_size, inner_size=facts.dense_hidden_size)
+    return shapes | dense_shapes(facts)
+
+
+_LINEAR_KEYS = {
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_head_dim": "linear_key_head_dim",
+    "value_head_dim": "linear_value_head_dim",
+    "width": "linear_conv_kernel_dim",
+}
+_GATED_KEYS = MOE_KEYS | {"gated_hidden_size": "shared_expert_intermediate_size"}
 
 
 def _read_text(reader: ConfigReader, model_type: str, is_tied: bool, prefix: str) -> ModelFacts:
@@ -120,16 +102,12 @@ def _read_text(reader: ConfigReader, model_type: str, is_tied: bool, prefix: str
     reader.only("output_gate_type", "silu", "swish")
     reader.only("mlp_only_layers", [], None)
     reader.only("mamba_ssm_dtype", "float32")
-    num_layers = reader.integer("num_hidden_layers")
-    head_dim = reader.integer("head_dim")
-    full_layers = reader.full_attention_layers(num_layers)
+    keys = _GATED_KEYS if "moe" in model_type else DENSE_KEYS
+    facts = read_facts(reader, model_type, keys, tie_word_embeddings=is_tied, checkpoint_prefix=prefix)
+    head_dim = facts.head_dim
     linear = LinearAttention(
-        num_key_heads=reader.integer("linear_num_key_heads"),
-        num_value_heads=reader.integer("linear_num_value_heads"),
-        key_head_dim=reader.integer("linear_key_head_dim"),
-        value_head_dim=reader.integer("linear_value_head_dim"),
-        width=reader.integer("linear_conv_kernel_dim"),
-        full_layers=full_layers,
+        **reader.integers(_LINEAR_KEYS),
+        full_layers=reader.full_attention_layers(facts.num_layers),
         rotary_dim=int(head_dim * reader.partial_rotary_factor(default=0.25)),
     )
     if linear.num_value_heads % linear.num_key_heads:
@@ -139,28 +117,7 @@ def _read_text(reader: ConfigReader, model_type: str, is_tied: bool, prefix: str
         )
     if linear.rotary_dim % 2 or not 0 < linear.rotary_dim <= head_dim:
         reader.add_problem(f"rotates {linear.rotary_dim} of {head_dim} dimensions; must be an even part")
-    is_moe = "moe" in model_type
-    return ModelFacts(
-        model_type=model_type,
-        num_layers=num_layers,
-        hidden_size=reader.integer("hidden_size"),
-        num_heads=reader.integer("num_attention_heads"),
-        num_kv_heads=reader.integer("num_key_value_heads"),
-        head_dim=head_dim,
-        num_experts=reader.integer("num_experts") if is_moe else 0,
-        top_k=reader.integer("num_experts_per_tok") if is_moe else 0,
-        vocab_size=reader.integer("vocab_size"),
-        expert_hidden_size=reader.integer("moe_intermediate_size") if is_moe else 0,
-        max_position_embeddings=reader.integer("max_position_embeddings"),
-        tie_word_embeddings=is_tied,
-        rope_theta=reader.rope_theta(),
-        rms_norm_eps=reader.number("rms_norm_eps"),
-        num_dense_layers=0 if is_moe else num_layers,
-        dense_hidden_size=0 if is_moe else reader.integer("intermediate_size"),
-        linear=linear,
-        gated_hidden_size=reader.integer("shared_expert_intermediate_size") if is_moe else 0,
-        checkpoint_prefix=prefix,
-    )
+    return replace(facts, linear=linear)
 
 
 def _read_text_only(model_type: str, reader: ConfigReader) -> ModelFacts:
@@ -181,27 +138,11 @@ def _read_multimodal(model_type: str, reader: ConfigReader) -> ModelFacts:
 
 def _text_sizes(facts: ModelFacts) -> dict[str, object]:
     assert facts.linear is not None
-    linear = facts.linear
     kinds = ["linear_attention"] * facts.num_layers
-    for index in linear.full_layers:
+    for index in facts.linear.full_layers:
         kinds[index] = "full_attention"
-    sizes = common_sizes(facts) | {
-        "head_dim": facts.head_dim,
-        "layer_types": kinds,
-        "linear_num_key_heads": linear.num_key_heads,
-        "linear_num_value_heads": linear.num_value_heads,
-        "linear_key_head_dim": linear.key_head_dim,
-        "linear_value_head_dim": linear.value_head_dim,
-        "linear_conv_kernel_dim": linear.width,
-    }
-    if not facts.num_experts:
-        return sizes | {"intermediate_size": facts.dense_hidden_size}
-    return sizes | {
-        "num_experts": facts.num_experts,
-        "num_experts_per_tok": facts.top_k,
-        "moe_intermediate_size": facts.expert_hidden_size,
-        "shared_expert_intermediate_size": facts.gated_hidden_size,
-    }
+    sizes = sizes_of(facts, _GATED_KEYS if facts.num_experts else DENSE_KEYS)
+    return sizes | sizes_of(facts.linear, _LINEAR_KEYS) | {"layer_types": kinds}
 
 
 def _text_layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
@@ -226,7 +167,7 @@ def _text_layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
             "linear_attn.out_proj.weight": (hidden, values),
         }
     if not facts.num_experts:
-        return shapes | network_shapes("mlp", hidden_size=hidden, inner_size=facts.dense_hidden_size)
+        return shapes | dense_shapes(facts)
     shared = network_shapes("mlp.shared_expert", hidden_size=hidden, inner_size=facts.gated_hidden_size)
     return shapes | expert_shapes(facts) | shared | {"mlp.shared_expert_gate.weight": (1, hidden)}
 
@@ -235,39 +176,30 @@ def _titan_layers(facts: ModelFacts, attention_backend: str) -> list[Transformer
     from torchtitan.models.common import CosSinRoPE
     from torchtitan.models.qwen3 import _build_qwen3_layers, _build_qwen3_moe_layers
 
-    from forgeasync.models.titan_family import set_norm_eps
+    from forgeasync.models.titan_family import rope_config, set_norm_eps
 
-    rope = CosSinRoPE.Config(
-        dim=facts.head_dim, max_seq_len=facts.max_position_embeddings, theta=facts.rope_theta
-    )
+    build: Callable[..., list[TransformerBlock.Config]] = _build_qwen3_layers
+    own: dict[str, object] = {"hidden_dim": facts.dense_hidden_size}
     if facts.num_experts:
-        layers = _build_qwen3_moe_layers(
-            n_layers=facts.num_layers,
-            dim=facts.hidden_size,
-            n_heads=facts.num_heads,
-            n_kv_heads=facts.num_kv_heads,
-            head_dim=facts.head_dim,
-            moe_hidden_dim=facts.expert_hidden_size,
-            num_experts=facts.num_experts,
-            top_k=facts.top_k,
-            # Separate q, k and v give parameters the names and shapes of the Hugging Face files.
-            fuse_qkv=False,
-            attn_backend=attention_backend,
-            moe_comm_backend="standard",
-            rope=rope,
-        )
-    else:
-        layers = _build_qwen3_layers(
-            n_layers=facts.num_layers,
-            dim=facts.hidden_size,
-            n_heads=facts.num_heads,
-            n_kv_heads=facts.num_kv_heads,
-            head_dim=facts.head_dim,
-            hidden_dim=facts.dense_hidden_size,
-            fuse_qkv=False,
-            attn_backend=attention_backend,
-            rope=rope,
-        )
+        build = _build_qwen3_moe_layers
+        own = {
+            "moe_hidden_dim": facts.expert_hidden_size,
+            "num_experts": facts.num_experts,
+            "top_k": facts.top_k,
+            "moe_comm_backend": "standard",
+        }
+    layers = build(
+        n_layers=facts.num_layers,
+        dim=facts.hidden_size,
+        n_heads=facts.num_heads,
+        n_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        # Separate q, k and v give parameters the names and shapes of the Hugging Face files.
+        fuse_qkv=False,
+        attn_backend=attention_backend,
+        rope=rope_config(CosSinRoPE, facts),
+        **own,
+    )
     for layer in layers:
         set_norm_eps(layer, facts)
         layer.attention.qk_norm = replace(layer.attention.qk_norm, eps=facts.rms_norm_eps)
@@ -295,7 +227,7 @@ QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     read=_read_dense,
-    sizes=_dense_sizes,
+    sizes=partial(sizes_of, keys=DENSE_KEYS),
     layer_shapes=_layer_shapes,
     titan=_titan,
 )

@@ -17,7 +17,7 @@ from torchtitan.protocols.module import Module
 
 from forgeasync.config import LinearAttention, ModelFacts
 from forgeasync.models.cpu_kernels import causal_convolution, fla_for_cpus
-from forgeasync.models.titan_family import TitanFamily
+from forgeasync.models.titan_family import TitanFamily, rope_config
 from forgeasync.models.workarounds.titan_utils import DEVICE_TYPE
 
 with fla_for_cpus() if DEVICE_TYPE == "cpu" else nullcontext():
@@ -130,10 +130,8 @@ def _layers(facts: ModelFacts, attention_backend: str) -> list[TransformerBlock.
         "n_heads": facts.num_heads,
         "n_kv_heads": facts.num_kv_heads,
         "head_dim": facts.head_dim,
-        "rotary_dim": linear.rotary_dim,
-        "rope": titan.MRoPE.Config(
-            dim=linear.rotary_dim, max_seq_len=facts.max_position_embeddings, theta=facts.rope_theta
-        ),
+        "rotary_dim": facts.rotary_dim,
+        "rope": rope_config(titan.MRoPE, facts),
         "n_key_heads": linear.num_key_heads,
         "n_value_heads": linear.num_value_heads,
         "key_head_dim": linear.key_head_dim,

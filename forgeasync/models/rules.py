@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from forgeasync.config import (
     EXPERT_TARGETS,
@@ -207,65 +207,42 @@ def check_nucleus(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
 def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     """Check that heads, experts and feed-forward networks divide evenly over the trainer's ranks."""
     parallel = config.trainer.parallel
-    for name, size in (("num_attention_heads", facts.num_heads), ("num_key_value_heads", facts.num_kv_heads)):
-        if size % parallel.tensor:
-            yield Problem(
-                field="trainer.parallel.tensor",
-                value=parallel.tensor,
-                remedy=f"must divide the model's {name} = {size}",
-            )
+    sizes = {
+        "num_attention_heads": facts.num_heads,
+        "num_key_value_heads": facts.num_kv_heads,
+        "intermediate_size": facts.dense_hidden_size,
+    }
+    if parallel.expert == 1:
+        # Without expert parallelism, every expert is split.
+        sizes["moe_intermediate_size"] = facts.expert_hidden_size
+    if facts.routing is not None:
+        sizes["n_shared_experts * moe_intermediate_size"] = facts.shared_hidden_size
+    yield from _must_divide("trainer.parallel.tensor", parallel.tensor, sizes)
     if parallel.expert > 1 and not facts.num_experts:
         yield Problem(
             field="trainer.parallel.expert",
             value=parallel.expert,
             remedy=f"must be 1: a model of model_type {facts.model_type!r} has no experts",
         )
-    elif facts.num_experts % parallel.expert:
-        yield Problem(
-            field="trainer.parallel.expert",
-            value=parallel.expert,
-            remedy=f"must divide the model's num_experts = {facts.num_experts}",
-        )
-    if parallel.expert == 1 and facts.expert_hidden_size % parallel.tensor:
-        yield Problem(
-            field="trainer.parallel.tensor",
-            value=parallel.tensor,
-            remedy=f"must divide the model's moe_intermediate_size = {facts.expert_hidden_size} "
-            "(without expert parallelism it splits every expert)",
-        )
-    if facts.dense_hidden_size % parallel.tensor:
-        yield Problem(
-            field="trainer.parallel.tensor",
-            value=parallel.tensor,
-            remedy=f"must divide the model's intermediate_size = {facts.dense_hidden_size}",
-        )
-    if facts.routing is not None and facts.shared_hidden_size % parallel.tensor:
-        yield Problem(
-            field="trainer.parallel.tensor",
-            value=parallel.tensor,
-            remedy=f"must divide the hidden size {facts.shared_hidden_size} of the model's shared experts",
-        )
+    yield from _must_divide("trainer.parallel.expert", parallel.expert, {"num_experts": facts.num_experts})
+
+
+def _must_divide(field: str, value: int, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    for name, size in sizes.items():
+        if size % value:
+            yield Problem(field=field, value=value, remedy=f"must divide the model's {name} = {size}")
 
 
 def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     """Check that the model divides evenly over an engine's ranks, and one sequence fits its KV cache."""
     tensor = config.generator.tensor_parallel
+    sizes = {"num_attention_heads": facts.num_heads, "intermediate_size": facts.dense_hidden_size}
     # With expert parallelism, each expert is whole on one rank.
-    experts = ("num_experts", facts.num_experts)
-    if not config.generator.expert_parallel:
-        experts = ("moe_intermediate_size", facts.expert_hidden_size)
-    sizes = (
-        ("num_attention_heads", facts.num_heads),
-        experts,
-        ("intermediate_size", facts.dense_hidden_size),
-    )
-    for name, size in sizes:
-        if size % tensor:
-            yield Problem(
-                field="generator.tensor_parallel",
-                value=tensor,
-                remedy=f"must divide the model's {name} = {size}",
-            )
+    if config.generator.expert_parallel:
+        sizes["num_experts"] = facts.num_experts
+    else:
+        sizes["moe_intermediate_size"] = facts.expert_hidden_size
+    yield from _must_divide("generator.tensor_parallel", tensor, sizes)
     # vLLM repeats KV heads when there are more ranks than heads.
     if facts.num_kv_heads % tensor and tensor % facts.num_kv_heads:
         yield Problem(
@@ -386,6 +363,14 @@ def check_windows(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
         )
 
 
+def _must_equal(condition: str, rules: Iterable[tuple[str, object, object, str]]) -> Iterator[Problem]:
+    """Yield a problem for each field whose value is not the wanted one, with the reason."""
+    for field, value, wanted, reason in rules:
+        if value != wanted:
+            remedy = f"must be {str(wanted).lower()} {condition}: {reason}"
+            yield Problem(field=field, value=value, remedy=remedy)
+
+
 def check_linear_attention(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     """Refuse what does not hold for layers with a recurrent state."""
     if facts.linear is None:
@@ -394,7 +379,7 @@ def check_linear_attention(config: RunConfig, facts: ModelFacts) -> Iterator[Pro
     # Trainers on GPUs have bfloat16 (``check_gpus``).
     needed = dtype if trainer.dtype is Dtype.FLOAT32 else Dtype.BFLOAT16
     plan = "its layers are not split by TorchTitan's plan"
-    for field, value, wanted, reason in (
+    rules = (
         ("trainer.parallel.context", trainer.parallel.context, 1, "a state passes through the whole row"),
         ("trainer.parallel.tensor", trainer.parallel.tensor, 1, plan),
         ("trainer.parallel.expert", trainer.parallel.expert, 1, plan),
@@ -409,10 +394,8 @@ def check_linear_attention(config: RunConfig, facts: ModelFacts) -> Iterator[Pro
             "cached states would be of older weights",
         ),
         ("fidelity", config.fidelity.value, "replay", "vLLM's kernels of it have other bits"),
-    ):
-        if value != wanted:
-            remedy = f"must be {str(wanted).lower()} for a model with linear attention: {reason}"
-            yield Problem(field=field, value=value, remedy=remedy)
+    )
+    yield from _must_equal("for a model with linear attention", rules)
     if config.lora is not None:
         yield Problem(field="lora", remedy="must be left out: layers of linear attention have no adapters")
 
@@ -448,7 +431,7 @@ def check_fidelity(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     # ``check_gpus`` refuses bfloat16 on CPUs, and float32 on GPUs.
     is_on_gpus = trainer.dtype is Dtype.BFLOAT16
     of_ranks = "several ranks add up parts of a sum"
-    for field, value, wanted, reason in (
+    rules = (
         ("generator.batch_invariant", generator.batch_invariant, True, "bits must not depend on the batch"),
         ("generator.compile", generator.compile, False, "compiled operators are fused"),
         ("trainer.compile", trainer.compile, False, "compiled operators are fused"),
@@ -458,10 +441,8 @@ def check_fidelity(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
         ("trainer.parallel.tensor", trainer.parallel.tensor, 1, of_ranks),
         ("trainer.parallel.expert", trainer.parallel.expert, 1, of_ranks),
         ("trainer.parallel.context", trainer.parallel.context, 1, "the generator has whole sequences"),
-    ):
-        if value != wanted:
-            remedy = f"must be {str(wanted).lower()} with fidelity = 'bitwise': {reason}"
-            yield Problem(field=field, value=value, remedy=remedy)
+    )
+    yield from _must_equal("with fidelity = 'bitwise'", rules)
     if config.lora is not None:
         yield Problem(
             field="lora", remedy="must be left out with fidelity = 'bitwise': its layers have no adapters"
@@ -486,7 +467,7 @@ def check_record_execution(config: RunConfig, facts: ModelFacts) -> Iterator[Pro
         for name, value in (("on_nan", trainer.bad_steps.on_nan), ("on_spike", trainer.bad_steps.on_spike))
         if value not in acted_on
     }
-    for field, value, wanted, reason in (
+    rules = (
         ("fidelity", config.fidelity.value, "bitwise", "bits must not depend on batches"),
         ("trainer.dtype", trainer.dtype.value, "float32", "gradients differ each time on GPUs"),
         ("buffer.keep_groups", config.buffer.keep_groups, True, "the record has the groups' files"),
@@ -498,10 +479,8 @@ def check_record_execution(config: RunConfig, facts: ModelFacts) -> Iterator[Pro
         ),
         ("trainer.steps_per_batch", trainer.steps_per_batch, 1, "a step is compared as a whole"),
         *((field, value, "skip", "a step is not undone again") for field, value in of_bad_steps.items()),
-    ):
-        if value != wanted:
-            remedy = f"must be {str(wanted).lower()} with record_execution: {reason}"
-            yield Problem(field=field, value=value, remedy=remedy)
+    )
+    yield from _must_equal("with record_execution", rules)
     if config.teachers:
         yield Problem(
             field="teachers", remedy="must be left out with record_execution: they are not recorded"

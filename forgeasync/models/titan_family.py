@@ -7,13 +7,15 @@ from functools import partial
 
 import torch
 import torch.nn as nn
+from torchtitan.models.common.config_utils import make_ffn_config
 from torchtitan.models.common.decoder import Decoder, TransformerBlock
+from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import CosSinRoPE, RoPE
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from forgeasync.config import ModelFacts, YarnRope
+from forgeasync.config import Llama3Rope, ModelFacts, YarnRope
 
 LINEAR_INIT: dict[str, Callable[..., object]] = {"weight": partial(nn.init.normal_, std=0.02)}
 """Initialization of the weights of linear layers, by parameter name."""
@@ -43,24 +45,48 @@ def norm_config(size: int, facts: ModelFacts) -> RMSNorm.Config:
     return RMSNorm.Config(normalized_shape=size, eps=facts.rms_norm_eps, param_init=NORM_INIT)
 
 
+def rope_config(kind: type[RoPE], facts: ModelFacts) -> RoPE.Config:
+    rope = kind.Config(
+        dim=facts.rotary_dim, max_seq_len=facts.max_position_embeddings, theta=facts.rope_theta
+    )
+    match facts.rope_scaling:
+        case None:
+            return rope
+        case YarnRope() as scaling:
+            return replace(
+                rope,
+                scaling="yarn",
+                rope_factor=scaling.factor,
+                beta_fast=scaling.beta_fast,
+                beta_slow=scaling.beta_slow,
+                original_seq_len=scaling.original_max_position_embeddings,
+                truncate=scaling.truncates,
+            )
+        case Llama3Rope() as scaling:
+            return replace(
+                rope,
+                scaling="llama",
+                scaling_factor=scaling.factor,
+                low_freq_factor=scaling.low_freq_factor,
+                high_freq_factor=scaling.high_freq_factor,
+                original_max_position_embeddings=scaling.original_max_position_embeddings,
+            )
+
+
+def network_config(facts: ModelFacts, inner_size: int) -> FeedForward.Config:
+    """Return the config of a gated feed-forward network."""
+    return make_ffn_config(
+        dim=facts.hidden_size,
+        hidden_dim=inner_size,
+        w1_param_init=LINEAR_INIT,
+        w2w3_param_init=LINEAR_INIT,
+    )
+
+
 def set_norm_eps(layer: TransformerBlock.Config, facts: ModelFacts) -> None:
     """Set the model's norm epsilon, because TorchTitan's builders use their own."""
     layer.attention_norm = replace(layer.attention_norm, eps=facts.rms_norm_eps)
     layer.ffn_norm = replace(layer.ffn_norm, eps=facts.rms_norm_eps)
-
-
-def with_yarn(rope: RoPE.Config, facts: ModelFacts) -> RoPE.Config:
-    scaling = facts.rope_scaling
-    assert isinstance(scaling, YarnRope)
-    return replace(
-        rope,
-        scaling="yarn",
-        rope_factor=scaling.factor,
-        beta_fast=scaling.beta_fast,
-        beta_slow=scaling.beta_slow,
-        original_seq_len=scaling.original_max_position_embeddings,
-        truncate=scaling.truncates,
-    )
 
 
 class PartialCosSinRoPE(CosSinRoPE):

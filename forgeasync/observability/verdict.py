@@ -24,12 +24,10 @@ WINDOW_STEPS = 50
 KEYS = (
     "step",
     "time/elapsed_s",
-    "time/step_s",
     "time/eval_s",
     "time/wait_for_batch_s",
     "time/train_s",
     "time/publish_weights_s",
-    "throughput/train_tokens_per_s",
     "generator/busy_s",
 )
 """Metrics that the line of every step must have."""
@@ -39,6 +37,40 @@ NUM_GENERATORS = "generator/num_healthy"
 
 OTHER_KEYS = (NUM_GENERATORS, "time/controller_s", "time/wait_for_disk_s", "time/checkpoint_s")
 """Metrics that are used if a line has them."""
+
+_ACTIVITIES = {
+    "train": (
+        "time/train_s",
+        "training bounds the run: it took",
+        "give the trainer more processes (trainer.parallel), or train on fewer tokens a step",
+    ),
+    "publish": (
+        "time/publish_weights_s",
+        "publishing bounds the run: training waited for it",
+        "use a faster weights.transport",
+    ),
+    "controller": (
+        "time/controller_s",
+        "the controller bounds the run: its rows, reports and lines took",
+        "give its host idle cores, or write fewer rollouts (logging.rollouts_per_step)",
+    ),
+    "disk": (
+        "time/wait_for_disk_s",
+        "the disk bounds the run: training waited for it",
+        "make room on the disk of run_dir, or put run_dir on a faster one",
+    ),
+    "checkpoint": (
+        "time/checkpoint_s",
+        "checkpoints bound the run: training waited for them",
+        "write fewer (checkpoint.every_steps), or to a faster disk (checkpoint.folder)",
+    ),
+    "eval": (
+        "time/eval_s",
+        "evaluations bound the run: training waited for them",
+        "evaluate beside training (evaluation.mode), or less often (evaluation.every_steps)",
+    ),
+}
+"""Metric of each activity that can take a step's time, what a report says if it takes most, and advice."""
 
 ACCURACY = "eval/accuracy"
 UNSCORED = "eval/num_unscored"
@@ -54,27 +86,16 @@ class MeasuredSteps:
     num_steps: int
     step_s: float
     """Seconds from the end of one step to that of the next."""
-    trained_tokens_per_s: float
-    """Response tokens trained per second."""
-    wait_share: float
-    """Share of the time in which training waited for a batch."""
-    train_share: float
-    """Share of the time that the trainer's steps took."""
-    publish_share: float
-    """Share of the time in which training waited to publish weights."""
+    shares: Mapping[str, float]
+    """Share of the time that training waited for batches ("wait"), and of each of ``_ACTIVITIES``.
+
+    That of evaluations is relative to all other time, and may be above 1.
+    """
     busy_share: float | None
     """Share of the generators' time in which they had a request, including those of evaluations.
 
     None if the number of generators is unknown.
     """
-    controller_share: float = 0.0
-    """Share of the time that the controller itself took for rows, reports and lines."""
-    disk_share: float = 0.0
-    """Share of the time in which training waited for a disk."""
-    checkpoint_share: float = 0.0
-    """Share of the time in which training waited for a checkpoint to begin."""
-    eval_share: float = 0.0
-    """Ratio of the time that training waited for evaluations to all other time; may be above 1."""
 
 
 def num_first_steps(max_steps: int) -> int:
@@ -164,36 +185,21 @@ class MeasuredWindow:
         return MeasuredSteps(
             num_steps=len(self._steps),
             step_s=seconds / len(self._steps),
-            trained_tokens_per_s=total["tokens"] / seconds,
-            wait_share=total["wait"] / seconds,
-            train_share=total["train"] / seconds,
-            publish_share=total["publish"] / seconds,
+            shares={name: total[name] / seconds for name in ("wait", *_ACTIVITIES)},
             busy_share=min(1.0, total["busy"] / total["generators"]) if total["generators"] else None,
-            controller_share=total["controller"] / seconds,
-            disk_share=total["disk"] / seconds,
-            checkpoint_share=total["checkpoint"] / seconds,
-            eval_share=total["eval"] / seconds,
         )
 
 
 def _seconds(before: Metrics, metrics: Metrics) -> dict[str, float]:
-    """Return the seconds of a step by activity, and its number of trained tokens.
+    """Return the seconds of a step by activity.
 
     Generators' seconds are sums over all generators. They are left out if the line lacks the number of
     healthy generators.
     """
     seconds = metrics["time/elapsed_s"] - before["time/elapsed_s"]
-    found = {
-        "seconds": seconds,
-        "eval": min(seconds, metrics["time/eval_s"]),
-        "tokens": metrics["throughput/train_tokens_per_s"] * metrics["time/step_s"],
-        "wait": metrics["time/wait_for_batch_s"],
-        "train": metrics["time/train_s"],
-        "publish": metrics["time/publish_weights_s"],
-        "controller": metrics.get("time/controller_s", 0.0),
-        "disk": metrics.get("time/wait_for_disk_s", 0.0),
-        "checkpoint": metrics.get("time/checkpoint_s", 0.0),
-    }
+    found = {name: metrics.get(key, 0.0) for name, (key, _, _) in _ACTIVITIES.items()}
+    found["eval"] = min(seconds, found["eval"])
+    found |= {"seconds": seconds, "wait": metrics["time/wait_for_batch_s"]}
     if num_generators := metrics.get(NUM_GENERATORS):
         found["generators"] = seconds * num_generators
         found["busy"] = metrics["generator/busy_s"] - before["generator/busy_s"]
@@ -223,44 +229,14 @@ def describe_bottleneck(measured: MeasuredSteps | None) -> str:
     if measured is None:
         return "there are too few steps to tell what bounds the run"
     over = f"(last {measured.num_steps} steps)"
-    others = (
-        (
-            measured.train_share,
-            "training bounds the run: it took",
-            "give the trainer more processes (trainer.parallel), or train on fewer tokens a step",
-        ),
-        (
-            measured.publish_share,
-            "publishing bounds the run: training waited for it",
-            "use a faster weights.transport",
-        ),
-        (
-            measured.controller_share,
-            "the controller bounds the run: its rows, reports and lines took",
-            "give its host idle cores, or write fewer rollouts (logging.rollouts_per_step)",
-        ),
-        (
-            measured.disk_share,
-            "the disk bounds the run: training waited for it",
-            "make room on the disk of run_dir, or put run_dir on a faster one",
-        ),
-        (
-            measured.checkpoint_share,
-            "checkpoints bound the run: training waited for them",
-            "write fewer (checkpoint.every_steps), or to a faster disk (checkpoint.folder)",
-        ),
-        (
-            measured.eval_share,
-            "evaluations bound the run: training waited for them",
-            "evaluate beside training (evaluation.mode), or less often (evaluation.every_steps)",
-        ),
-    )
-    share, begin, advice = max(others, key=lambda one: one[0])
-    if share > measured.wait_share:
+    slowest = max(_ACTIVITIES, key=lambda name: measured.shares[name])
+    share, wait_share = measured.shares[slowest], measured.shares["wait"]
+    if share > wait_share:
         # Shares are relative to the time without evaluations.
-        of_all = share / (1.0 + share) if share == measured.eval_share else share
+        of_all = share / (1.0 + share) if slowest == "eval" else share
+        _, begin, advice = _ACTIVITIES[slowest]
         return f"{begin} {of_all:.0%} of the time {over}; {advice}"
-    waited = f"training waited for batches {measured.wait_share:.0%} of the time {over}"
+    waited = f"training waited for batches {wait_share:.0%} of the time {over}"
     more = "add generators (generator.num_replicas), or sample shorter responses"
     if measured.busy_share is None:
         return f"generation bounds the run: {waited}; {more}"

@@ -1,5 +1,4 @@
 from .host_requests import HostNeeds as HostNeeds
-from .host_requests import request_warnings as request_warnings
 from .host_requests import role_needs as role_needs
 from .host_requests import with_host_requests as with_host_requests
 from .memory import SHARED_CONTEXTS_BYTES as SHARED_CONTEXTS_BYTES
@@ -40,11 +39,10 @@ from .trainer_memory import trainer_memory as trainer_memory
 from .weight_times import DEVICE_BYTES_PER_S as DEVICE_BYTES_PER_S
 from .weight_times import seconds_of as seconds_of
 from .weight_times import weight_times as weight_times
+from .parameters import changed_config as changed_config
 
 # Only tests import these.
 from .host_requests import host_needs as host_needs
-from .host_requests import kubernetes_quantity as kubernetes_quantity
-from .host_requests import slurm_bytes as slurm_bytes
 from .made_up_score import score as score
 from .memory import group_payload_bytes as group_payload_bytes
 from .memory import groups_outstanding as groups_outstanding
@@ -56,7 +54,7 @@ from .rehearsal_rule import GIB as GIB
 from .rehearsal_rule import Rehearsal as Rehearsal
 from .rehearsal_rule import largest_part as largest_part
 from .rehearsal_rule import needed_bytes as needed_bytes
-from .report import Layout as Layout
+from .report import overrides as overrides
 from .report import USABLE_SHARE as USABLE_SHARE
 from .report import fit_rows as fit_rows
 from .tiny_model import small_facts as small_facts

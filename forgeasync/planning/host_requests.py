@@ -1,12 +1,7 @@
-"""Plans the CPUs, memory and shared memory of each host, and fills in the launcher's scheduler requests.
-
-Requests that the launcher section sets itself are compared with the plan.
-"""
+"""Plans the CPUs, memory and shared memory of each host, and fills in the launcher's scheduler requests."""
 
 import dataclasses
 import math
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from forgeasync.config import (
@@ -149,86 +144,3 @@ def with_host_requests(config: RunConfig, facts: ModelFacts) -> RunConfig:
 
 def _gib(num_bytes: int) -> int:
     return math.ceil(num_bytes / 2**30)
-
-
-def request_warnings(config: RunConfig, facts: ModelFacts) -> tuple[str, ...]:
-    """Return a warning for each request of the launcher that is below the plan or cannot be compared with it.
-
-    These are not errors, because the plan contains allowances that a user may know better.
-    """
-    launcher = config.launcher
-    if isinstance(launcher, SlurmLauncher):
-        return tuple(_slurm(launcher, host_needs(config, facts)))
-    if isinstance(launcher, KubernetesLauncher):
-        return tuple(_kubernetes(launcher, host_needs(config, facts)))
-    return ()
-
-
-def _slurm(launcher: SlurmLauncher, needs: HostNeeds) -> Iterator[str]:
-    if launcher.cpus_per_task is not None and launcher.cpus_per_task < needs.num_cpus:
-        yield _below("launcher.cpus_per_task", launcher.cpus_per_task, str(needs.num_cpus))
-    if launcher.mem is None:
-        return
-    requested = slurm_bytes(launcher.mem)
-    if requested is None:
-        yield _not_understood("launcher.mem", launcher.mem, "512G")
-    # 0 requests all memory of a node.
-    elif 0 < requested < needs.memory_bytes:
-        yield _below("launcher.mem", launcher.mem, _shown(needs.memory_bytes))
-
-
-def _kubernetes(launcher: KubernetesLauncher, needs: HostNeeds) -> Iterator[str]:
-    requests = (
-        ("launcher.resources.cpu", launcher.resources.get("cpu"), needs.num_cpus, str(needs.num_cpus)),
-        (
-            "launcher.resources.memory",
-            launcher.resources.get("memory"),
-            needs.memory_bytes,
-            _shown(needs.memory_bytes),
-        ),
-        (
-            "launcher.shared_memory_size",
-            launcher.shared_memory_size,
-            needs.shared_bytes,
-            _shown(needs.shared_bytes),
-        ),
-    )
-    for field, value, needed, shown in requests:
-        if value is None:
-            continue
-        requested = kubernetes_quantity(value)
-        if requested is None:
-            yield _not_understood(field, value, "64" if field.endswith("cpu") else "512Gi")
-        elif requested < needed:
-            yield _below(field, value, shown)
-
-
-def slurm_bytes(text: str) -> float | None:
-    """Return the bytes of a value of sbatch's ``--mem`` (MiB without a unit); None if it is invalid."""
-    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    if match is None:
-        return None
-    return int(match[1]) * 2.0 ** (10 * "KMGT".index(match[2].upper() or "M") + 10)
-
-
-def kubernetes_quantity(value: int | str) -> float | None:
-    """Return the number of a Kubernetes quantity such as 1500m or 64Gi; None if it is invalid."""
-    # Only this launcher needs the kubernetes package.
-    from kubernetes.utils import parse_quantity
-
-    try:
-        return float(parse_quantity(value))
-    except ValueError:
-        return None
-
-
-def _below(field: str, value: object, needed: str) -> str:
-    return f"{field} = {value}: a host needs {needed} by the plan; omit it to request that"
-
-
-def _not_understood(field: str, value: object, form: str) -> str:
-    return f"{field} = {value}: cannot be compared with the plan; must be written like {form}"
-
-
-def _shown(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

@@ -470,41 +470,49 @@ def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[
     patches = f" and {PATCH_SHARE:.0%} for patches" * (config.weights.delta is Delta.EXACT)
     dtype = published_dtype(config).value
     what = "version" if config.lora is None else "version of the adapters"
-    merged = []
-    if size := merged_bytes(config, facts, machine):
-        how = "what adapters are merged into"
-        merged = [MemoryItem(name="merged weights, each replica", num_bytes=size, how=how)]
-    beside = " and its average" * num_averages(config.teachers)
-    return [
-        MemoryItem(
-            name="staging buffers, all ranks",
-            num_bytes=staging_bytes(config, facts),
-            how=f"2 x one {what}{beside}{patches} in {dtype}: one read, one written",
+    beside, tensor = " and its average" * num_averages(config.teachers), config.generator.tensor_parallel
+    staged = staging_bytes(config, facts)
+    asleep = 0
+    if machine is Machine.GPU and sleeps(config):
+        weights = _weights(config, facts, count_parameters(facts))
+        asleep = config.generator.num_replicas * tensor * weights
+    trained = "what is trained" + ", its average" * num_averages(config.teachers)
+    items = (
+        (
+            "staging buffers, all ranks",
+            staged,
+            f"2 x one {what}{beside}{patches} in {dtype}: one read, one written",
         ),
+        (
+            "archive, all ranks",
+            staged // 2 * config.weights.archive,
+            f"at most one {what}{beside}{patches} that waits for the disk",
+        ),
+        ("receive buffer, each host", version, f"one {what}{patches}, for all replicas of a host"),
         *(
-            MemoryItem(
-                name="archive, all ranks",
-                num_bytes=staging_bytes(config, facts) // 2,
-                how=f"at most one {what}{beside}{patches} that waits for the disk",
-            )
-            for _ in range(config.weights.archive)
-        ),
-        MemoryItem(
-            name="receive buffer, each host",
-            num_bytes=version,
-            how=f"one {what}{patches}, for all replicas of a host",
-        ),
-        *(
-            MemoryItem(name=f"receive buffer, teacher {name}", num_bytes=version, how=f"one {what}")
+            (f"receive buffer, teacher {name}", version, f"one {what}")
             for name, teacher in config.teachers.items()
             if teacher.moves
         ),
-        *_snapshots(config, facts),
-        *merged,
-        *_host_shadow(config, facts, machine),
-        *_asleep(config, facts, machine),
-        _payload_store(config, facts),
-    ]
+        (
+            "trainer snapshots, all ranks",
+            snapshot_memory_bytes(config, facts),
+            f"{NUM_SNAPSHOTS} x {trained} and its moments, float32: one whole, one written",
+        ),
+        (
+            "merged weights, each replica",
+            merged_bytes(config, facts, machine),
+            "what adapters are merged into",
+        ),
+        (
+            "shadow weights, each host",
+            host_shadow_bytes(config, facts, machine),
+            f"the next version as the kernels of {tensor} ranks keep it",
+        ),
+        ("weights of engines that sleep", asleep, "generator.colocated: sleep"),
+    )
+    found = [MemoryItem(name=name, num_bytes=size, how=how) for name, size, how in items if size]
+    return [*found, _payload_store(config, facts)]
 
 
 def staging_bytes(config: RunConfig, facts: ModelFacts) -> int:
@@ -524,31 +532,6 @@ def snapshot_memory_bytes(config: RunConfig, facts: ModelFacts) -> int:
         return 0
     trained = trained_parameters_per_rank(config, facts, count_parameters(facts))
     return config.trainer.parallel.num_procs * NUM_SNAPSHOTS * bytes_per_parameter(config) * trained
-
-
-def _snapshots(config: RunConfig, facts: ModelFacts) -> list[MemoryItem]:
-    if (num_bytes := snapshot_memory_bytes(config, facts)) == 0:
-        return []
-    average = ", its average" * num_averages(config.teachers)
-    how = f"{NUM_SNAPSHOTS} x what is trained{average} and its moments, float32: one whole, one written"
-    return [MemoryItem(name="trainer snapshots, all ranks", num_bytes=num_bytes, how=how)]
-
-
-def _asleep(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:
-    if machine is Machine.CPU or not sleeps(config):
-        return []
-    generator = config.generator
-    num_ranks = generator.num_replicas * generator.tensor_parallel
-    num_bytes = num_ranks * _weights(config, facts, count_parameters(facts))
-    how = "generator.colocated: sleep"
-    return [MemoryItem(name="weights of engines that sleep", num_bytes=num_bytes, how=how)]
-
-
-def _host_shadow(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:
-    if (num_bytes := host_shadow_bytes(config, facts, machine)) == 0:
-        return []
-    how = f"the next version as the kernels of {config.generator.tensor_parallel} ranks keep it"
-    return [MemoryItem(name="shadow weights, each host", num_bytes=num_bytes, how=how)]
 
 
 def host_shadow_bytes(config: RunConfig, facts: ModelFacts, machine: Machine) -> int:

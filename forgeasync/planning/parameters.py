@@ -5,9 +5,12 @@ Also has ``Machine`` and ``MemoryItem``, which all parts of a memory plan share.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
+
+from pydantic import BaseModel
 
 from forgeasync.config import EXPERT_TARGETS, ModelFacts, RunConfig, longest_response
 from forgeasync.models import (
@@ -34,6 +37,18 @@ class Machine(StrEnum):
 KV_BLOCK_TOKENS = {Machine.GPU: 16, Machine.CPU: CPU_KV_BLOCK_TOKENS}
 """Tokens of a block of the KV cache: vLLM's default on GPUs (``CacheConfig.DEFAULT_BLOCK_SIZE`` of 0.32), and
 that of its CPU build."""
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def changed_config(section: S, changes: Mapping[str, object]) -> S:
+    """Return a config or a section with other values, given by dotted key."""
+    for key, value in changes.items():
+        first, _, rest = key.partition(".")
+        new = changed_config(getattr(section, first), {rest: value}) if rest else value
+        section = section.model_copy(update={first: new})
+    return section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ sets, staleness and dtypes.
 
 import math
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import BaseModel
 
@@ -40,7 +40,7 @@ from forgeasync.config import (
     shares_gpus,
 )
 from forgeasync.models import kv_bytes_per_token, largest_group_payload_bytes
-from forgeasync.planning.parameters import KV_BLOCK_TOKENS, Machine
+from forgeasync.planning.parameters import KV_BLOCK_TOKENS, Machine, changed_config
 from forgeasync.planning.tiny_model import small_facts
 from forgeasync.schema import ConfigError, Problem
 
@@ -218,9 +218,6 @@ NUM_TRAIN, NUM_EVALUATED = 256, 8
 _FEWER = "enough for three steps"
 
 
-S = TypeVar("S", bound=BaseModel)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """A config key or model size whose value in the rehearsal differs from the run's."""
@@ -242,9 +239,7 @@ class Draft:
 
     def set(self, key: str, value: object, why: str, untried: str | None = None) -> None:
         """Replace the value at a dotted key and record the change; do nothing if the values are equal."""
-        before = self.config
-        for part in key.split("."):
-            before = getattr(before, part)
+        before = attrgetter(key)(self.config)
         if before == value:
             return
         self.put(key, value)
@@ -252,7 +247,7 @@ class Draft:
 
     def put(self, key: str, value: object) -> None:
         """Replace the value at a dotted key without recording a change; ``note`` records it."""
-        self.config = _replaced(self.config, key.split("."), value)
+        self.config = changed_config(self.config, {key: value})
 
     def note(self, name: str, before: object, after: object, why: str, untried: str | None = None) -> None:
         """Record a change that was made elsewhere; do nothing if the values are equal."""
@@ -260,12 +255,6 @@ class Draft:
             self.changes.append(
                 Change(field=name, before=_shown(before), after=_shown(after), why=why, untried=untried)
             )
-
-
-def _replaced(section: S, parts: list[str], value: object) -> S:
-    first, *rest = parts
-    new = _replaced(getattr(section, first), rest, value) if rest else value
-    return section.model_copy(update={first: new})
 
 
 def _shown(value: object) -> str:
@@ -392,7 +381,7 @@ def _shorten(draft: Draft, longest_prompt: int) -> None:
             tokens = min(one.sampling.max_response_tokens, RESPONSE_TOKENS)
             field = f"evaluation.sets.{index}.sampling.max_response_tokens"
             draft.note(field, one.sampling.max_response_tokens, tokens, why)
-            one = _replaced(one, ["sampling", "max_response_tokens"], tokens)
+            one = changed_config(one, {"sampling.max_response_tokens": tokens})
         sets.append(one)
     draft.put("evaluation.sets", tuple(sets))
     context = EPISODE_TOKENS if config.environment is not None else longest_prompt + RESPONSE_TOKENS

@@ -4,9 +4,10 @@ The memory plan of each role is compared with a GPU's memory. For a trainer that
 fits is proposed. For a generator, the report shows which ``weights.shadow`` fits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 
 from rich.table import Table
@@ -51,6 +52,7 @@ from forgeasync.planning.parameters import (
     Machine,
     ParameterCounts,
     active_parameters,
+    changed_config,
     count_parameters,
     generator_parameters_per_rank,
     longest_prompt,
@@ -327,37 +329,17 @@ USABLE_SHARE = 0.9
 NCCL, the CUDA context and experts with uneven loads."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Trainer settings that a proposal may change without changing the number of GPUs."""
+Changes = Mapping[str, object]
+"""Values of keys of a config, by dotted key."""
 
-    context: int
-    checkpointing: ActivationCheckpointing
-    tokens_per_row: int
+_LAYOUT = ("trainer.parallel.context", "trainer.activation_checkpointing", "trainer.tokens_per_row")
+"""Keys of the trainer that a proposal may change without changing the number of GPUs."""
 
-    def of(self, config: RunConfig) -> RunConfig:
-        """Return the config with this layout."""
-        parallel = config.trainer.parallel.model_copy(update={"context": self.context})
-        changes = {
-            "parallel": parallel,
-            "activation_checkpointing": self.checkpointing,
-            "tokens_per_row": self.tokens_per_row,
-        }
-        return config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
 
-    def overrides(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the command-line overrides that give ``config`` this layout."""
-        before = layout_of(config)
-        pairs = (
-            ("trainer.parallel.context", before.context, self.context),
-            (
-                "trainer.activation_checkpointing",
-                before.checkpointing.value,
-                self.checkpointing.value,
-            ),
-            ("trainer.tokens_per_row", before.tokens_per_row, self.tokens_per_row),
-        )
-        return tuple(f"{field}={new}" for field, old, new in pairs if old != new)
+def overrides(config: RunConfig, changes: Changes) -> str:
+    """Return the command-line overrides that make the changes to a config."""
+    texts = ((key, str(new).lower()) for key, new in changes.items() if new != attrgetter(key)(config))
+    return " ".join(f"{key}={text}" for key, text in texts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,7 +348,7 @@ class Fit:
 
     planned: int
     usable: int
-    proposal: Layout | None
+    proposal: Changes | None
     """Layout that fits; None if the config's own layout fits or no layout does."""
     smallest: int
     """Bytes of a rank with ``proposal`` or, without one, with the smallest layout tried."""
@@ -374,16 +356,6 @@ class Fit:
     @property
     def fits(self) -> bool:
         return self.planned <= self.usable
-
-
-def layout_of(config: RunConfig) -> Layout:
-    """Return the layout of a config."""
-    trainer = config.trainer
-    return Layout(
-        context=trainer.parallel.context,
-        checkpointing=trainer.activation_checkpointing,
-        tokens_per_row=trainer.tokens_per_row,
-    )
 
 
 def fit_trainer(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> Fit:
@@ -400,7 +372,7 @@ def fit_trainer(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> Fit:
     if planned <= usable:
         return Fit(planned=planned, usable=usable, proposal=None, smallest=planned)
     for layout in _layouts(config):
-        changed = layout.of(config)
+        changed = changed_config(config, layout)
         if check_config(changed, facts):
             continue
         needed = _rank_bytes(changed, facts, counts)
@@ -410,18 +382,18 @@ def fit_trainer(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> Fit:
     return Fit(planned=planned, usable=usable, proposal=None, smallest=smallest)
 
 
-def _layouts(config: RunConfig) -> Iterator[Layout]:
+def _layouts(config: RunConfig) -> Iterator[dict[str, object]]:
     """Yield layouts that may need less memory, in order of cost; some may be illegal."""
-    own, choices = layout_of(config), list(ActivationCheckpointing)
+    own, choices = config.trainer, list(ActivationCheckpointing)
     shortest = -(-config.model.max_context_length // ROW_ALIGNMENT) * ROW_ALIGNMENT
     contexts = []
-    degree = own.context
-    while degree <= config.trainer.parallel.num_procs:
+    degree = own.parallel.context
+    while degree <= own.parallel.num_procs:
         contexts.append(degree)
         degree *= 2
     rows = dict.fromkeys((own.tokens_per_row, min(own.tokens_per_row, shortest)))
-    for context, choice, tokens in product(contexts, choices[choices.index(own.checkpointing) :], rows):
-        yield Layout(context=context, checkpointing=choice, tokens_per_row=tokens)
+    for layout in product(contexts, choices[choices.index(own.activation_checkpointing) :], rows):
+        yield dict(zip(_LAYOUT, layout, strict=True))
 
 
 def _rank_bytes(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> int:
@@ -441,15 +413,14 @@ def fit_rows(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> list[tu
         )
         rows.append(("trainer layout that fits", "none", found))
     elif fit.proposal is not None:
-        words = " ".join(fit.proposal.overrides(config))
-        rows.append(("trainer layout that fits", gib(fit.smallest), words))
+        rows.append(("trainer layout that fits", gib(fit.smallest), overrides(config, fit.proposal)))
     if shares_gpus(config):
         both = shared_gpu_bytes(resolve(config, facts), facts)
         rows.append(_fit_row("both roles on one GPU: fit", both, fit.usable, limit))
         if both > fit.usable:
-            overrides = _shared_overrides(config, facts, fit.usable)
-            found = "none" if overrides is None else "these"
-            rows.append(("overrides with which both fit", found, overrides or ""))
+            changes = _shared_changes(config, facts, fit.usable)
+            found = "none" if changes is None else "these"
+            rows.append(("overrides with which both fit", found, overrides(config, changes or {})))
         return rows
     # Adapters have no shadow weights.
     shadows = list(ShadowMemory) if config.lora is None else [config.weights.shadow]
@@ -459,8 +430,8 @@ def fit_rows(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> list[tu
     return rows
 
 
-def _shared_overrides(config: RunConfig, facts: ModelFacts, usable: int) -> str | None:
-    """Return overrides with which trainer and engine fit on one GPU, cheapest first; None if none do.
+def _shared_changes(config: RunConfig, facts: ModelFacts, usable: int) -> Changes | None:
+    """Return changes with which trainer and engine fit on one GPU, cheapest first; None if none do.
 
     The KV cache shrinks to a quarter at most, and not below one sequence of full length.
     """
@@ -468,28 +439,18 @@ def _shared_overrides(config: RunConfig, facts: ModelFacts, usable: int) -> str 
     one_sequence = config.model.max_context_length * kv_bytes_per_token(config, facts) / 2**30
     offloads = sorted({config.trainer.cpu_offload, True})
     for sleep, offload, layout in product(sorted({sleeps(config), True}), offloads, _layouts(config)):
-        changed = layout.of(config)
-        changed = changed.model_copy(
-            update={"trainer": changed.trainer.model_copy(update={"cpu_offload": offload})}
-        )
+        changes = dict(layout)
         if sleep:
-            changed = changed.model_copy(
-                update={
-                    "generator": changed.generator.model_copy(update={"colocated": Colocated.SLEEP}),
-                    "max_off_policy_steps": min(1, config.max_off_policy_steps),
-                }
-            )
+            changes["generator.colocated"] = Colocated.SLEEP
+            changes["max_off_policy_steps"] = min(1, config.max_off_policy_steps)
+        changes["trainer.cpu_offload"] = offload
+        changed = changed_config(config, changes)
         if check_config(changed, facts):
             continue
         room_gib = room_for_kv_cache(resolve(changed, facts), facts, usable=usable) / 2**30
         kept_gib = min(cache_gib, int(10 * room_gib) / 10)
         if kept_gib >= max(one_sequence, cache_gib / 4):
-            words = list(layout.overrides(config))
-            words += ["generator.colocated=sleep"] * (sleep and not sleeps(config))
-            words += ["max_off_policy_steps=1"] * (sleep and config.max_off_policy_steps > 1)
-            words += ["trainer.cpu_offload=true"] * (offload and not config.trainer.cpu_offload)
-            words += [f"generator.kv_cache_gib={kept_gib:g}"] * (kept_gib < cache_gib)
-            return " ".join(words)
+            return changes | {"generator.kv_cache_gib": kept_gib}
     return None
 
 
@@ -505,6 +466,5 @@ def _fit_row(name: str, planned: int, usable: int, limit: str) -> tuple[str, str
 
 
 def _generator_bytes(config: RunConfig, facts: ModelFacts, shadow: ShadowMemory) -> int:
-    weights = config.weights.model_copy(update={"shadow": shadow})
-    changed = config.model_copy(update={"weights": weights})
+    changed = changed_config(config, {"weights.shadow": shadow})
     return total_bytes(generator_memory(changed, facts, count_parameters(facts), Machine.GPU))

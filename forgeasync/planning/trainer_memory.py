@@ -13,7 +13,7 @@ while no other layer is gathered.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from forgeasync.config import (
     ActivationCheckpointing,
@@ -94,12 +94,8 @@ def trainer_memory(
         "gathered weights": f"in {trainer.dtype.value}, by FSDP2",
         "gathered gradients": "before they are reduced, and float32 buffers",
     }
-    largest = (
-        max(moment.activations for moment in moments),
-        max(moment.logits for moment in moments),
-        max(moment.gathered_weights for moment in moments),
-        max(moment.gathered_gradients for moment in moments),
-    )
+    kinds = ("activations", "logits", "gathered_weights", "gathered_gradients")
+    largest = [max(getattr(moment, kind) for moment in moments) for kind in kinds]
     return TrainerMemory(
         always=tuple(_always(config, facts, counts, is_offloaded=is_offloaded)),
         is_offloaded=is_offloaded,
@@ -115,32 +111,24 @@ def _always(
     config: RunConfig, facts: ModelFacts, counts: ParameterCounts, *, is_offloaded: bool
 ) -> list[MemoryItem]:
     owned = trainer_parameters_per_rank(config, counts)
-    trained, dtype = owned, config.trainer.dtype.value
-    element = BYTES_PER_ELEMENT[config.trainer.dtype]
-    items = [MemoryItem(name="parameters", num_bytes=owned * FLOAT32_BYTES, how="float32 masters, own shard")]
-    if config.lora is not None:
-        trained = trained_parameters_per_rank(config, facts, counts)
-        frozen = MemoryItem(
-            name="parameters", num_bytes=owned * element, how=f"frozen, in {dtype}, own shard"
-        )
-        adapters = MemoryItem(
-            name="adapters", num_bytes=trained * FLOAT32_BYTES, how="float32 masters, own shard"
-        )
-        items = [frozen, adapters]
+    trained = trained_parameters_per_rank(config, facts, counts) * FLOAT32_BYTES
+    frozen, dtype = owned * BYTES_PER_ELEMENT[config.trainer.dtype], config.trainer.dtype.value
+    masters = "float32 masters, own shard"
+    if config.lora is None:
+        items = [("parameters", trained, masters)]
+    else:
+        items = [("parameters", frozen, f"frozen, in {dtype}, own shard"), ("adapters", trained, masters)]
     items += [
-        MemoryItem(name="gradients", num_bytes=trained * FLOAT32_BYTES, how="float32, own shard"),
-        MemoryItem(name="optimizer", num_bytes=2 * trained * FLOAT32_BYTES, how="2 x float32, own shard"),
+        ("gradients", trained, "float32, own shard"),
+        ("optimizer", 2 * trained, "2 x float32, own shard"),
     ]
     if num_averages(config.teachers):
-        how = "for teachers with ema: float32, own shard"
-        items.append(MemoryItem(name="average", num_bytes=trained * FLOAT32_BYTES, how=how))
+        items.append(("average", trained, "for teachers with ema: float32, own shard"))
     # With adapters, the reference is the base model, which needs no copy.
     if config.algorithm.kl is not None and config.lora is None:
-        how = f"for algorithm.kl: frozen, in {dtype}, own shard"
-        items.append(MemoryItem(name="reference model", num_bytes=owned * element, how=how))
-    if is_offloaded:
-        items = [replace(one, how=f"in host memory: {one.how}") for one in items]
-    return items
+        items.append(("reference model", frozen, f"for algorithm.kl: frozen, in {dtype}, own shard"))
+    where = "in host memory: " if is_offloaded else ""
+    return [MemoryItem(name=name, num_bytes=size, how=f"{where}{how}") for name, size, how in items]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,6 @@ from forgeasync.environments import (
     SessionService,
     TurnLimits,
     TurnRequest,
-    UntrainedSample,
     UntrainedTurns,
 )
 from forgeasync.observability import State, doing, open_trace, redirect_process_output, span, started
@@ -388,7 +387,7 @@ class EnvironmentActor(Actor):
             tool_s=config.episodes.tool_s,
         )
 
-        async def sample(prompt_ids: np.ndarray, max_tokens: int, stop: tuple[str, ...]) -> UntrainedSample:
+        async def sample(prompt_ids: np.ndarray, max_tokens: int, stop: tuple[str, ...]) -> SampledTurn:
             changes = {"max_response_tokens": max_tokens, "stop": (*config.sampling.stop, *stop)}
             sampling, limit_s = config.sampling.model_copy(update=changes), config.timeouts.generate_s
             if not self._generators:
@@ -396,14 +395,15 @@ class EnvironmentActor(Actor):
             # Rotate, so that no session depends on a single generator.
             generator = self._generators[self._num_untrained % len(self._generators)]
             self._num_untrained += 1
-            call = "a generator sampling a turn that is not trained on"
-            async with deadline(limit_s, call=call, key="timeouts.generate_s"):
+            async with deadline(limit_s, call="a generator sampling for people", key="timeouts.generate_s"):
                 (sampled,) = await generator.respond.call_one(prompt_ids, 1, sampling, None)
-            return UntrainedSample(
+            return SampledTurn(
+                turn=0,
                 ids_T=sampled.ids_T,
                 text=sampled.response.text,
                 finish_reason=sampled.response.finish_reason,
-                versions=sampled.versions,
+                first_version=sampled.versions.first,
+                version=sampled.versions.last,
             )
 
         return EpisodeAgent(UntrainedTurns(sample), self._renderer, limits)

@@ -21,7 +21,7 @@ from .verifier_pool import verifier_choice as verifier_choice
 from .endpoints import CircuitBreaker as CircuitBreaker
 from .endpoints import retry_after_s as retry_after_s
 from .filtering import AllFiltered as AllFiltered
-from .filtering import FilterMonitor as FilterMonitor
+from .filtering import all_dropped as all_dropped
 from .worker import GymVerifier as GymVerifier
 from .judge import MalformedVerdict as MalformedVerdict
 from .judge import fence as fence
@@ -35,7 +35,7 @@ from .process_rewards import steps_of_response as steps_of_response
 from .process_rewards import written_steps as written_steps
 from .reward_pool import RewardFailure as RewardFailure
 from .reward_pool import RewardTimeout as RewardTimeout
-from .endpoints import TeacherRefuses as TeacherRefuses
+from .endpoints import EndpointRefuses as EndpointRefuses
 from .worker import GymVerifierChoice as GymVerifierChoice
 from .worker import MathVerifierChoice as MathVerifierChoice
 from .verifier_pool import MAX_ANSWER_BYTES as MAX_ANSWER_BYTES

@@ -62,7 +62,7 @@ class _Replica:
     """Items that were lost before, which limit the number of items of the replica."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class DispatchCounts:
     """Counts of assignments and items since the dispatcher was created."""
 
@@ -91,12 +91,7 @@ class Dispatcher:
         self._waiting: dict[int, None] = {}
         """Items without an assignment, in the order in which they are considered."""
         self._next_item = self._next_number = 0
-        self._counts: dict[str, int] = dict.fromkeys(DispatchCounts.__slots__, 0)
-
-    @property
-    def counts(self) -> DispatchCounts:
-        """Counts since the dispatcher was created."""
-        return DispatchCounts(**self._counts)
+        self.counts = DispatchCounts()
 
     @property
     def num_waiting(self) -> int:
@@ -152,7 +147,7 @@ class Dispatcher:
         """Record that the replica returned no scores, which counts as an attempt."""
         if not self._is_current(assignment):
             return DispatchOutcome.DISCARDED
-        self._counts["num_failed"] += 1
+        self.counts.num_failed += 1
         item = self._items[assignment.item]
         item.num_failed += 1
         item.deferred_since_s = None
@@ -167,7 +162,7 @@ class Dispatcher:
         """
         if not self._is_current(assignment):
             return DispatchOutcome.DISCARDED
-        self._counts["num_deferred"] += 1
+        self.counts.num_deferred += 1
         item = self._items[assignment.item]
         if item.deferred_since_s is None:
             item.deferred_since_s = now_s
@@ -179,7 +174,7 @@ class Dispatcher:
         """Record that the replica was lost before it returned a result; does not count as an attempt."""
         if not self._is_current(assignment):
             return DispatchOutcome.DISCARDED
-        self._counts["num_lost"] += 1
+        self.counts.num_lost += 1
         item = self._items[assignment.item]
         item.num_lost += 1
         if item.num_lost >= self._section.max_lost:
@@ -235,7 +230,7 @@ class Dispatcher:
         item = self._items.get(assignment.item)
         if item is not None and item.current == assignment:
             return True
-        self._counts["num_discarded"] += 1
+        self.counts.num_discarded += 1
         return False
 
     def _leave(self, number: int) -> None:
@@ -246,7 +241,7 @@ class Dispatcher:
             item.current = None
 
     def _again(self, number: int, ready_s: float) -> DispatchOutcome:
-        self._counts["num_retried"] += 1
+        self.counts.num_retried += 1
         self._leave(number)
         self._items[number].ready_s = ready_s
         # Before the other waiting items, because it arrived earlier.
@@ -254,7 +249,7 @@ class Dispatcher:
         return DispatchOutcome.AGAIN
 
     def _give_up(self, number: int) -> DispatchOutcome:
-        self._counts["num_given_up"] += 1
+        self.counts.num_given_up += 1
         self._end(number)
         return DispatchOutcome.GIVEN_UP
 

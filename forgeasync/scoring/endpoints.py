@@ -29,6 +29,9 @@ from forgeasync.config import JudgeReward, TeacherEndpoint
 from forgeasync.environments import EndpointModel, open_client
 from forgeasync.rollouts import TeacherRecord, WrongTeacherRecord
 
+RETRY_AFTER_S = 1.0
+"""Seconds until an endpoint that does not answer is tried again, if it gives no Retry-After."""
+
 
 class RewardUnavailable(Exception):
     """The reward cannot score at the moment: a server is down, or its rate limit is reached.
@@ -36,11 +39,13 @@ class RewardUnavailable(Exception):
     This is not a property of the response. No attempt is counted; the response is scored later.
     """
 
-    def __init__(self, reason: str, retry_after_s: float) -> None:
-        """``retry_after_s`` is the number of seconds after which a retry makes sense."""
-        super().__init__(reason, retry_after_s)
+    def __init__(self, reason: str, requested_s: float = 0.0) -> None:
+        """``requested_s`` is the wait that the server asks for, in seconds; 0 if it asks for none."""
+        super().__init__(reason, requested_s)
         self.reason = reason
-        self.retry_after_s = retry_after_s
+        self.requested_s = requested_s
+        self.retry_after_s = requested_s or RETRY_AFTER_S
+        """Seconds after which a retry makes sense."""
 
     def __str__(self) -> str:
         return self.reason
@@ -99,27 +104,13 @@ MAX_RETRY_AFTER_S = 300.0
 """Upper bound of an accepted Retry-After, in seconds."""
 
 
-class EndpointDown(Exception):
-    """The endpoint has not answered, or is temporarily unavailable. This is not a property of the request."""
+class EndpointRefuses(ValueError):
+    """The endpoint has refused the request, or its reply is not what was asked for."""
 
-    def __init__(self, reason: str, retry_after_s: float) -> None:
-        """``retry_after_s`` is the endpoint's Retry-After; 0 if there is none."""
-        super().__init__(reason, retry_after_s)
-        self.reason = reason
-        self.retry_after_s = retry_after_s
-
-
-class EndpointRefuses(Exception):
-    """The endpoint has refused the request: a wrong key, model or URL, or an unsupported request."""
-
-    def __init__(self, reason: str, status: int) -> None:
-        super().__init__(reason, status)
-        self.reason = reason
+    def __init__(self, reason: str, status: int = 200) -> None:
+        """``status`` is that of the reply."""
+        super().__init__(reason)
         self.status = status
-
-
-class ReplyTooLong(Exception):
-    """The reply exceeds the limit of bytes."""
 
 
 class EndpointClient:
@@ -138,6 +129,7 @@ class EndpointClient:
             max_retries=0,
         )
         self._limit_s = section.limit_s
+        self._where = f"{section.model} at {section.base_url}"
         self.sdk = open_client(endpoint, limit_s=section.limit_s)
         """SDK client, configured without retries."""
 
@@ -145,9 +137,9 @@ class EndpointClient:
         """Make a request and read its body; ``reply`` is a ``with_streaming_response`` call of the SDK.
 
         Raises:
-            EndpointDown: There was no answer within ``limit_s``, or one with status 408, 409, 429 or 5xx.
-            EndpointRefuses: The answer has another error status.
-            ReplyTooLong: The body has more than ``max_bytes``.
+            RewardUnavailable: There was no answer within ``limit_s``, or one with status 408, 409, 429 or
+                5xx.
+            EndpointRefuses: The answer has another error status, or more than ``max_bytes``.
         """
         body = bytearray()
         try:
@@ -155,17 +147,18 @@ class EndpointClient:
                 async for part in response.iter_bytes():
                     body += part
                     if len(body) > max_bytes:
-                        raise ReplyTooLong
+                        raise EndpointRefuses(f"{self._where} sent more than {max_bytes:,} bytes")
         except openai.APIStatusError as error:
-            reason = f"status {error.status_code}: {' '.join(error.message.split())[:300]}"
+            reason = f"{self._where}: status {error.status_code}: {' '.join(error.message.split())[:300]}"
             if error.status_code in (408, 409, 429) or error.status_code >= 500:
                 wait_s = retry_after_s(error.response.headers.get("retry-after"))
-                raise EndpointDown(reason, wait_s) from None
+                raise RewardUnavailable(reason, wait_s) from None
             raise EndpointRefuses(reason, error.status_code) from None
         except openai.APITimeoutError:
-            raise EndpointDown(f"no answer within limit_s = {self._limit_s:g} s", 0.0) from None
+            reason = f"{self._where}: no answer within limit_s = {self._limit_s:g} s"
+            raise RewardUnavailable(reason) from None
         except openai.APIConnectionError as error:
-            raise EndpointDown(f"no connection: {error.__cause__ or error}", 0.0) from None
+            raise RewardUnavailable(f"{self._where}: no connection: {error.__cause__ or error}") from None
         return bytes(body)
 
     async def aclose(self) -> None:
@@ -197,13 +190,6 @@ FIXED_BYTES = 1 << 16
 STANDS_FOR_MINUS_INFINITY = -9999.0
 """Value that vLLM's server writes for minus infinity, which JSON cannot represent."""
 
-RETRY_AFTER_S = 1.0
-"""Seconds until an endpoint that does not answer is tried again, if it gives no Retry-After."""
-
-
-class TeacherRefuses(ValueError):
-    """The endpoint has refused the request, or its reply is not a completion with log-probabilities."""
-
 
 class TeacherClient:
     """Client of a teacher behind vLLM's OpenAI-compatible server; for one event loop.
@@ -228,7 +214,7 @@ class TeacherClient:
         Raises:
             RewardUnavailable: There was no answer within ``limit_s``, or one with status 408, 409, 429 or
                 5xx.
-            TeacherRefuses: Another error status, or the reply is not a completion with log-probabilities.
+            EndpointRefuses: Another error status, or the reply is not a completion with log-probabilities.
             WrongTeacherRecord: The reply is for other tokens, or lacks some.
         """
         body = await self._ask(ids_S, num_ids)
@@ -261,15 +247,7 @@ class TeacherClient:
             temperature=1.0,
             extra_body={"prompt_logprobs": num_ids},
         )
-        try:
-            return await self._client.read(reply, max_bytes=largest)
-        except EndpointDown as error:
-            reason = f"{self._where}: {error.reason}"
-            raise RewardUnavailable(reason, error.retry_after_s or RETRY_AFTER_S) from None
-        except EndpointRefuses as error:
-            raise TeacherRefuses(f"{self._where}: {error.reason}") from None
-        except ReplyTooLong:
-            raise TeacherRefuses(f"{self._where} sent more than {largest:,} bytes") from None
+        return await self._client.read(reply, max_bytes=largest)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -285,9 +263,9 @@ class TeacherClient:
             (choice,) = json.loads(body, object_hook=_as_it_is)["choices"]
             found = choice["prompt_logprobs"]
         except (ValueError, LookupError, TypeError, RecursionError):
-            raise TeacherRefuses(f"{self._where} sent no completion with prompt_logprobs") from None
+            raise EndpointRefuses(f"{self._where} sent no completion with prompt_logprobs") from None
         if not isinstance(found, list):
-            raise TeacherRefuses(f"{self._where} gives no prompt_logprobs; must be a server of vLLM")
+            raise EndpointRefuses(f"{self._where} gives no prompt_logprobs; must be a server of vLLM")
         return found
 
 

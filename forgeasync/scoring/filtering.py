@@ -20,7 +20,9 @@ class GroupFiltering:
 
     def __init__(self, algorithm: AlgorithmSection, *, seed: int) -> None:
         self._filters = algorithm.filters
-        self._watch = FilterMonitor(algorithm.max_filtered_in_a_row)
+        self._max_in_a_row = algorithm.max_filtered_in_a_row
+        self._in_a_row: list[tuple[FilterReason, float]] = []
+        """Reason and mean reward of each group dropped since one was kept."""
         self._seed = seed
         self._num_groups: Counter[FilterReason] = Counter({reason: 0 for reason in FilterReason})
         self._num_rollouts = 0
@@ -40,12 +42,12 @@ class GroupFiltering:
         filtered = self._apply(facts, [rollout.agent for rollout in group.rollouts], group.draw_id)
         self._num_rollouts += filtered.num_dropped
         if filtered.reason is None:
-            self._watch.kept()
+            self._in_a_row.clear()
             return filtered
         self._num_groups[filtered.reason] += 1
-        problem = self._watch.dropped(filtered.reason, float(np.mean(facts.rewards)))
-        if problem is not None:
-            raise AllFiltered(problem)
+        self._in_a_row.append((filtered.reason, float(np.mean(facts.rewards))))
+        if len(self._in_a_row) >= self._max_in_a_row:
+            raise AllFiltered(all_dropped(self._in_a_row))
         return filtered
 
     def _apply(self, facts: GroupFacts, agents: Sequence[int], draw_id: int) -> Filtered:
@@ -76,36 +78,15 @@ class GroupFiltering:
         return counts | {"filtered/num_rollouts": self._num_rollouts}
 
 
-class FilterMonitor:
-    """Counts consecutive dropped groups."""
-
-    def __init__(self, limit: int) -> None:
-        """Set the limit of consecutive dropped groups."""
-        self._limit = limit
-        self._by_reason: Counter[FilterReason] = Counter()
-        self._summed_reward = 0.0
-
-    def kept(self) -> None:
-        """Record that a group, or part of it, was kept."""
-        self._by_reason.clear()
-        self._summed_reward = 0.0
-
-    def dropped(self, reason: FilterReason, mean_reward: float) -> str | None:
-        """Record that a whole group was dropped; return a message for the user if the limit is reached.
-
-        ``mean_reward`` is that of its rollouts before filtering.
-        """
-        self._by_reason[reason] += 1
-        self._summed_reward += mean_reward
-        num = self._by_reason.total()
-        if num < self._limit:
-            return None
-        reasons = ", ".join(f"{count} {reason}" for reason, count in self._by_reason.most_common())
-        advice = " ".join(_ADVICE[reason] for reason, _ in self._by_reason.most_common())
-        return (
-            f"filters dropped {num} groups in a row ({reasons}; limit {self._limit}), of mean reward "
-            f"{self._summed_reward / num:.3f}: nothing is left to train on. {advice}"
-        )
+def all_dropped(groups: Sequence[tuple[FilterReason, float]]) -> str:
+    """Return a message for the user; ``groups`` are the reasons and mean rewards of the dropped groups."""
+    num, by_reason = len(groups), Counter(reason for reason, _ in groups).most_common()
+    reasons = ", ".join(f"{count} {reason}" for reason, count in by_reason)
+    return (
+        f"filters dropped {num} groups in a row ({reasons}; limit {num}), of mean reward "
+        f"{math.fsum(mean for _, mean in groups) / num:.3f}: nothing is left to train on. "
+        + " ".join(_ADVICE[reason] for reason, _ in by_reason)
+    )
 
 
 _ADVICE = {

@@ -38,12 +38,9 @@ from forgeasync.rollouts import (
     as_feedback,
 )
 from forgeasync.scoring.endpoints import (
-    RETRY_AFTER_S,
     CircuitBreaker,
     EndpointClient,
-    EndpointDown,
     EndpointRefuses,
-    ReplyTooLong,
     RewardUnavailable,
 )
 from forgeasync.scoring.reward_pool import RewardFailure
@@ -52,7 +49,7 @@ MAX_VERDICT_CHARS = 65536
 """Maximum number of characters of a verdict; a longer one is malformed and not parsed."""
 
 
-class MalformedVerdict(ValueError):
+class MalformedVerdict(EndpointRefuses):
     """A judge's reply is not a verdict."""
 
 
@@ -158,7 +155,7 @@ async def request_verdict(
     """Request one verdict.
 
     Raises:
-        EndpointDown, EndpointRefuses: See ``EndpointClient.read``.
+        RewardUnavailable, EndpointRefuses: See ``EndpointClient.read``.
         MalformedVerdict: The reply is not a verdict.
     """
     reply = client.sdk.chat.completions.with_streaming_response.create(
@@ -168,11 +165,7 @@ async def request_verdict(
         max_tokens=section.max_reply_tokens,
         response_format=cast("Any", verdict_schema()),
     )
-    try:
-        body = await client.read(reply, max_bytes=MAX_BODY_BYTES)
-    except ReplyTooLong:
-        raise MalformedVerdict(f"comes in a reply of more than {MAX_BODY_BYTES} bytes") from None
-    return read_verdict(_content(body), section)
+    return read_verdict(_content(await client.read(reply, max_bytes=MAX_BODY_BYTES)), section)
 
 
 def _content(body: bytes) -> object:
@@ -241,8 +234,8 @@ class Judge:
         for index, response in enumerate(responses, first):
             try:
                 scores.append(await self._score(task, response))
-            except (EndpointRefuses, MalformedVerdict) as error:
-                reason = error.reason if isinstance(error, EndpointRefuses) else f"the verdict {error}"
+            except EndpointRefuses as error:
+                reason = f"the verdict {error}" if isinstance(error, MalformedVerdict) else str(error)
                 raise RewardFailure(
                     f"reward {self._name!r} ({self._section.model} at {self._section.base_url}) on task "
                     f"{task.task_id}, rollout {index}: {reason}"
@@ -306,18 +299,20 @@ class Judge:
         async with self._places:
             wait_s = self._breaker.begin(self._clock())
             if wait_s is not None:
-                raise RewardUnavailable(self._down("it has not answered before"), wait_s)
+                raise RewardUnavailable(
+                    f"{self._section.model} at {self._section.base_url} has not answered before", wait_s
+                )
             self._num_requests += 1
             try:
                 asked = messages(self._section, task, response.text)
                 verdict = await request_verdict(self._client, self._section, asked)
-            except EndpointDown as error:
+            except RewardUnavailable as error:
                 self._num_down += 1
-                self._breaker.failed(self._clock(), retry_after_s=error.retry_after_s)
-                retry_after_s = error.retry_after_s or RETRY_AFTER_S
-                raise RewardUnavailable(self._down(error.reason), retry_after_s) from None
-            except (EndpointRefuses, MalformedVerdict) as error:
-                self._num_malformed += isinstance(error, MalformedVerdict)
+                self._breaker.failed(self._clock(), retry_after_s=error.requested_s)
+                raise
+            except EndpointRefuses as error:
+                # A reply was good, but not a verdict.
+                self._num_malformed += error.status == 200
                 self._breaker.succeeded()
                 raise
             except BaseException:
@@ -325,9 +320,6 @@ class Judge:
                 raise
             self._breaker.succeeded()
             return verdict
-
-    def _down(self, reason: str) -> str:
-        return f"the judge {self._section.model} at {self._section.base_url} does not answer: {reason}"
 
     def _key(self, task: Task, response: Response) -> bytes:
         """Return a digest of everything that affects a verdict, but not of the origin of the response."""

@@ -35,7 +35,7 @@ from forgeasync.scoring.process_rewards import (
     score_without_steps,
     steps_of_response,
 )
-from forgeasync.scoring.reward_worker import MAX_REASON_CHARS
+from forgeasync.scoring.reward_worker import MAX_REASON_CHARS, decode_response
 
 END_BYTES = 1 << 20
 """Bytes at the end of each file of weights that are included in the model's version."""
@@ -122,8 +122,7 @@ def _read_into(requests: IO[bytes], waiting: "queue.SimpleQueue[dict[str, Any]]"
 
 def _begin(scoring: StepScoring, request: dict[str, Any], replies: IO[bytes]) -> None:
     call = request["call"]
-    (one,) = request["responses"]
-    response = Response(one["text"], one["num_tokens"], FinishReason(one["finish_reason"]))
+    (response,) = map(decode_response, request["responses"])
     try:
         score = scoring.begin(str(call), request["task"]["prompt"], response)
     except ValueError as error:

@@ -27,7 +27,7 @@ from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, ScoreStatus, Step, Task, VerifierCounts
 from forgeasync.schema import Problem
 from forgeasync.scoring.endpoints import RewardUnavailable
-from forgeasync.scoring.reward_pool import ProcessKilled, RewardFailure, RewardProcess, RewardTimeout
+from forgeasync.scoring.reward_pool import ProcessKilled, RewardFailure, RewardProcess
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -337,8 +337,7 @@ class ProcessRewardPool:
                 f"{where}: its engine was killed over another call", RETRY_AFTER_S
             ) from None
         except RewardFailure as error:
-            kind = RewardTimeout if isinstance(error, RewardTimeout) else RewardFailure
-            raise kind(f"{where}: {error}") from None
+            raise type(error)(f"{where}: {error}") from None
         with self._lock:
             self._num_oversized += sum(score.status is ScoreStatus.OVERSIZED for score in scores)
         return scores

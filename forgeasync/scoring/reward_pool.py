@@ -314,9 +314,8 @@ class RewardPool:
                     self._places.put(process)
             raise RewardFailure(f"had its process killed {MAX_KILLED} times over other calls")
         except RewardFailure as error:
-            kind = RewardTimeout if isinstance(error, RewardTimeout) else RewardFailure
             where = f"reward {self._name!r} ({self._section.factory}) on task {task.task_id}, {rollouts}"
-            raise kind(f"{where}: {error}") from None
+            raise type(error)(f"{where}: {error}") from None
 
     def close(self) -> None:
         """Stop the processes; a later call starts new ones."""

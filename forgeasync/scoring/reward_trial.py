@@ -18,7 +18,7 @@ from forgeasync.environments import Response, run_apart
 from forgeasync.isolation import find_bubblewrap
 from forgeasync.rollouts import FinishReason, Task
 from forgeasync.schema import Problem
-from forgeasync.scoring.endpoints import EndpointClient, EndpointDown, EndpointRefuses
+from forgeasync.scoring.endpoints import EndpointClient, EndpointRefuses, RewardUnavailable
 from forgeasync.scoring.judge import MalformedVerdict, messages, request_verdict
 from forgeasync.scoring.process_rewards import problem_of_model
 from forgeasync.scoring.reward_pool import RewardFailure, RewardProcess
@@ -99,17 +99,15 @@ def _problem_of_judge(reward: JudgeReward, task: Task | None, field: str) -> Pro
 
     try:
         run_apart(ask)
-    except ValueError as error:
-        if isinstance(error, MalformedVerdict):
-            remedy = f"must be a model that answers with the JSON asked for; its verdict {error}"
-            return Problem(field=f"{field}.model", value=reward.model, remedy=remedy)
-        return Problem(field=f"{field}.api_key_env", value=reward.api_key_env, remedy=str(error))
-    except EndpointDown as error:
-        remedy = f"must be the URL of a server that answers: {error.reason}"
+    except RewardUnavailable as error:
+        remedy = f"must be the URL of a server that answers: {error}"
         return Problem(field=f"{field}.base_url", value=reward.base_url, remedy=remedy)
-    except EndpointRefuses as error:
-        remedy = f"was refused by {reward.base_url}: {error.reason}"
-        if error.status in (401, 403):
-            return Problem(field=f"{field}.api_key_env", value=reward.api_key_env, remedy=remedy)
+    except MalformedVerdict as error:
+        remedy = f"must be a model that answers with the JSON asked for; its verdict {error}"
         return Problem(field=f"{field}.model", value=reward.model, remedy=remedy)
+    except ValueError as error:
+        # Without a status, the variable of the key is not set.
+        if isinstance(error, EndpointRefuses) and error.status not in (401, 403):
+            return Problem(field=f"{field}.model", value=reward.model, remedy=f"was refused: {error}")
+        return Problem(field=f"{field}.api_key_env", value=reward.api_key_env, remedy=str(error))
     return None

@@ -48,6 +48,11 @@ def decode_score(value: dict[str, Any]) -> Score:
     return Score(**{**value, "steps": tuple(Step(**step) for step in value["steps"])})
 
 
+def decode_response(value: dict[str, Any]) -> Response:
+    """Decode a response of a request."""
+    return Response(value["text"], value["num_tokens"], FinishReason(value["finish_reason"]))
+
+
 def as_score(verdict: object) -> Score:
     """Convert a reward's result for one response; raises ValueError that says what is allowed."""
     if isinstance(verdict, Score):
@@ -143,10 +148,7 @@ class _Calls:
 
     async def _scores(self, request: dict[str, Any]) -> list[Score]:
         task = Task(**request["task"])
-        responses = [
-            Response(one["text"], one["num_tokens"], FinishReason(one["finish_reason"]))
-            for one in request["responses"]
-        ]
+        responses = list(map(decode_response, request["responses"]))
         if self._section.scores is ScoredUnit.GROUP:
             return as_scores(await self._call(task, responses), len(responses))
         (response,) = responses

@@ -25,7 +25,7 @@ from forgeasync.algorithms import (
     apply_filters,
 )
 from forgeasync.config import check_filters
-from forgeasync.scoring import FilterMonitor
+from forgeasync.scoring import all_dropped
 
 SECTIONS = TypeAdapter(tuple[AnyFilter, ...])
 
@@ -228,20 +228,13 @@ def test_filters_are_checked_against_the_run() -> None:
     assert [key for key, *_ in refusals] == ["algorithm.filters.1.max_length", "algorithm.filters.3.num_kept"]
 
 
-def test_the_watch_speaks_up_with_its_arithmetic() -> None:
-    watch = FilterMonitor(3)
-    watch.dropped(FilterReason.ALL_EQUAL, 0.0)
-    watch.dropped(FilterReason.ALL_EQUAL, 0.0)
-    watch.kept()
-    watch.dropped(FilterReason.ALL_EQUAL, 1.0)
-    assert watch.dropped(FilterReason.OVERLONG, 0.25) is None
-    text = watch.dropped(FilterReason.ALL_EQUAL, 1.0)
-    assert text is not None
+def test_a_run_whose_groups_are_all_dropped_is_told_why() -> None:
+    text = all_dropped(
+        [(FilterReason.ALL_EQUAL, 1.0), (FilterReason.OVERLONG, 0.25), (FilterReason.ALL_EQUAL, 1.0)]
+    )
     for words in ("3 groups in a row", "2 all_equal, 1 overlong", "limit 3", "mean reward 0.750"):
         assert words in text
     assert "sampling.max_response_tokens" in text and "min_std" not in text
-    watch.kept()
-    assert watch.dropped(FilterReason.ALL_EQUAL, 1.0) is None
 
 
 def test_a_reward_at_the_threshold_is_positive() -> None:
@@ -260,4 +253,4 @@ def test_a_filter_that_keeps_nothing_drops_the_group() -> None:
 
 @pytest.mark.parametrize("reason", FilterReason)
 def test_every_reason_to_drop_groups_comes_with_advice(reason: FilterReason) -> None:
-    assert f"{reason.value}:" in str(FilterMonitor(1).dropped(reason, 0.5))
+    assert f"{reason.value}:" in all_dropped([(reason, 0.5)])

@@ -31,17 +31,14 @@ from tests.support.step_records import NOW, make_config, make_held_out, make_ste
 
 
 def line(step: int, elapsed_s: float, **changed: float) -> dict[str, float]:
-    """A step of 4 s, of which 1 s is waited for a batch and 2 s train, on 40 tokens; one generator, always
-    busy."""
+    """A step that waits 1 s for a batch and trains for 2 s; one generator, always busy."""
     found = {
         "step": step,
         "time/elapsed_s": elapsed_s,
-        "time/step_s": 4.0,
         "time/eval_s": 0.0,
         "time/wait_for_batch_s": 1.0,
         "time/train_s": 2.0,
         "time/publish_weights_s": 0.5,
-        "throughput/train_tokens_per_s": 10.0,
         "generator/busy_s": elapsed_s,
         NUM_GENERATORS: 1.0,
         "time/controller_s": 0.25,
@@ -64,11 +61,8 @@ def test_shares_and_rates_are_of_the_time_without_evaluations() -> None:
     found = measured([line(1, 5.0), line(2, 10.0), third])
     assert found is not None and found.num_steps == 2
     assert found.step_s == pytest.approx(5.0), "10 s were an evaluation's"
-    assert found.trained_tokens_per_s == pytest.approx(80.0 / 10.0)
-    assert (found.wait_share, found.train_share, found.publish_share) == pytest.approx((0.2, 0.4, 0.1))
-    between = (found.controller_share, found.disk_share, found.checkpoint_share)
-    assert between == pytest.approx((0.05, 0.2, 0.05))
-    assert found.eval_share == pytest.approx(1.0)
+    shares = {"wait": 0.2, "train": 0.4, "publish": 0.1, "controller": 0.05, "disk": 0.2}
+    assert found.shares == pytest.approx(shares | {"checkpoint": 0.05, "eval": 1.0})
     assert found.busy_share == pytest.approx(15.0 / 20.0), "evaluations keep generators busy too"
 
 
@@ -141,37 +135,39 @@ def test_the_mean_is_that_of_the_newest_steps(seconds: list[float], num_left_out
 MEASURED = MeasuredSteps(
     num_steps=20,
     step_s=2.0,
-    trained_tokens_per_s=1000.0,
-    wait_share=0.6,
-    train_share=0.2,
-    publish_share=0.1,
+    shares=dict.fromkeys(("controller", "disk", "checkpoint", "eval"), 0.0)
+    | {"wait": 0.6, "train": 0.2, "publish": 0.1},
     busy_share=0.9,
 )
 
 
 @pytest.mark.parametrize(
-    ("changes", "begin"),
+    ("busy_share", "shares", "begin"),
     [
-        ({}, "generators bound the run: training waited for batches 60% of the time"),
-        ({"busy_share": None}, "generation bounds the run: training waited for batches 60%"),
-        ({"busy_share": 0.2}, "generators do not bound the run, nor does training: training waited"),
-        ({"wait_share": 0.1, "train_share": 0.7}, "training bounds the run: it took 70% of the time"),
-        ({"wait_share": 0.1, "publish_share": 0.5}, "publishing bounds the run: training waited for it 50%"),
-        ({"wait_share": 0.1, "disk_share": 0.62}, "the disk bounds the run: training waited for it 62%"),
+        (0.9, {}, "generators bound the run: training waited for batches 60% of the time"),
+        (None, {}, "generation bounds the run: training waited for batches 60%"),
+        (0.2, {}, "generators do not bound the run, nor does training: training waited"),
+        (0.9, {"wait": 0.1, "train": 0.7}, "training bounds the run: it took 70% of the time"),
+        (0.9, {"wait": 0.1, "publish": 0.5}, "publishing bounds the run: training waited for it 50%"),
+        (0.9, {"wait": 0.1, "disk": 0.62}, "the disk bounds the run: training waited for it 62%"),
         (
-            {"wait_share": 0.1, "controller_share": 0.3},
+            0.9,
+            {"wait": 0.1, "controller": 0.3},
             "the controller bounds the run: its rows, reports and",
         ),
-        ({"wait_share": 0.1, "checkpoint_share": 0.4}, "checkpoints bound the run: training waited for them"),
+        (0.9, {"wait": 0.1, "checkpoint": 0.4}, "checkpoints bound the run: training waited for them"),
         # It lasts three times as long as all else.
-        ({"eval_share": 3.0}, "evaluations bound the run: training waited for them 75% of the time"),
+        (0.9, {"eval": 3.0}, "evaluations bound the run: training waited for them 75% of the time"),
         # Of 0.7 nobody knows what they were.
-        ({"wait_share": 0.15, "train_share": 0.05}, "generators bound the run: training waited for"),
-        ({"wait_share": 0.05, "train_share": 0.05, "disk_share": 0.2}, "the disk bounds the run: training"),
+        (0.9, {"wait": 0.15, "train": 0.05}, "generators bound the run: training waited for"),
+        (0.9, {"wait": 0.05, "train": 0.05, "disk": 0.2}, "the disk bounds the run: training"),
     ],
 )
-def test_what_takes_most_of_the_time_bounds_the_run(changes: dict[str, float | None], begin: str) -> None:
-    words, how = verdict_lines(dataclasses.replace(MEASURED, **changes))
+def test_what_takes_most_of_the_time_bounds_the_run(
+    busy_share: float | None, shares: dict[str, float], begin: str
+) -> None:
+    found = dataclasses.replace(MEASURED, busy_share=busy_share, shares={**MEASURED.shares, **shares})
+    words, how = verdict_lines(found)
     assert words.startswith(begin) and "last 20 steps" in words
     _, advice = words.split(";", 1)
     assert advice.strip(), "a person can act on it"

@@ -7,12 +7,13 @@ from forgeasync.models import check_config, read_model_facts
 from forgeasync.planning import (
     GPU_GIB,
     USABLE_SHARE,
-    Layout,
     Machine,
+    changed_config,
     count_parameters,
     fit_rows,
     fit_trainer,
     memory_plan,
+    overrides,
     trainer_gpu_share,
     trainer_memory,
 )
@@ -44,7 +45,8 @@ def long_run(length: int, *changes: str) -> tuple[RunConfig, ModelFacts]:
 
 def with_context(config: RunConfig, degree: int) -> RunConfig:
     full = ActivationCheckpointing.FULL
-    return Layout(context=degree, checkpointing=full, tokens_per_row=config.trainer.tokens_per_row).of(config)
+    changes = {"trainer.parallel.context": degree, "trainer.activation_checkpointing": full}
+    return changed_config(config, changes)
 
 
 def planned_bytes(config: RunConfig, facts: ModelFacts) -> int:
@@ -56,11 +58,12 @@ def test_longer_sequences_need_context_parallelism(length: int) -> None:
     config, facts = long_run(length)
     fit = fit_trainer(config, facts, gpu_bytes=H100)
     assert not fit.fits and fit.proposal is not None
-    assert fit.proposal.tokens_per_row == length and fit.proposal.context > 1
-    proposed, _ = long_run(length, *fit.proposal.overrides(config))
+    degree = fit.proposal["trainer.parallel.context"]
+    assert fit.proposal["trainer.tokens_per_row"] == length and isinstance(degree, int) and degree > 1
+    proposed, _ = long_run(length, *overrides(config, fit.proposal).split())
     assert planned_bytes(proposed, facts) == fit.smallest <= USABLE_SHARE * H100
     # One context degree less does not fit.
-    less = with_context(config, fit.proposal.context // 2)
+    less = with_context(config, degree // 2)
     assert planned_bytes(less, facts) > USABLE_SHARE * H100
     assert fit_trainer(proposed, facts, gpu_bytes=H100).fits
 
@@ -69,15 +72,15 @@ def test_checkpointing_comes_before_context_parallelism_and_shorter_rows() -> No
     config, facts = long_run(32768, "trainer.activation_checkpointing=none", "trainer.tokens_per_row=65536")
     fit = fit_trainer(config, facts, gpu_bytes=H100)
     assert fit.proposal is not None
-    assert fit.proposal.overrides(config)[0] == "trainer.activation_checkpointing=full"
-    assert fit.proposal.context == 1
+    assert overrides(config, fit.proposal).startswith("trainer.activation_checkpointing=full")
+    assert fit.proposal["trainer.parallel.context"] == 1
     _, (name, size, words), *_ = fit_rows(config, facts, gpu_bytes=H100)
     assert name == "trainer layout that fits" and size.endswith("GiB")
-    assert words == " ".join(fit.proposal.overrides(config))
+    assert words == overrides(config, fit.proposal)
 
 
 @pytest.mark.parametrize(
-    ("name", "gib", "overrides"),
+    ("name", "gib", "begin"),
     [
         ("0.6b", 24, None),
         ("0.6b", 20, "generator.kv_cache_gib="),
@@ -87,19 +90,19 @@ def test_checkpointing_comes_before_context_parallelism_and_shorter_rows() -> No
         ("0.6b", 4, "none"),
     ],
 )
-def test_a_shared_gpu_that_is_too_small_is_told_what_fits(name: str, gib: int, overrides: str | None) -> None:
+def test_a_shared_gpu_that_is_too_small_is_told_what_fits(name: str, gib: int, begin: str | None) -> None:
     file = CONFIGS / f"qwen3_{name}_1gpu.yaml"
     config = load_config(file)
     facts = read_model_facts(config.model.path)
     *_, (fits, found, words) = fit_rows(config, facts, gpu_bytes=gib * 2**30)
-    if overrides is None:
+    if begin is None:
         assert (fits, found) == ("both roles on one GPU: fit", "yes")
         return
     assert fits == "overrides with which both fit"
-    if overrides == "none":
+    if begin == "none":
         assert (found, words) == ("none", "")
     else:
-        assert words.startswith(overrides)
+        assert words.startswith(begin)
         changed = load_config(file, words.split())
         assert check_config(changed, facts) == []
         assert fit_rows(changed, facts, gpu_bytes=gib * 2**30)[-1][1] == "yes"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from forgeasync.observability import RolloutWriter, ScoredGroups, part_means
 from forgeasync.rollouts import Group, Score, Step
-from forgeasync.scoring import GroupFiltering, judge_answer
+from forgeasync.scoring import AllFiltered, GroupFiltering, judge_answer
 from tests.support.buffer_world import make_task
 from tests.support.loops import make_config
 from tests.support.rollouts import make_stored_rollout
@@ -86,6 +86,16 @@ class TestTravel:
         assert filtered.kept == (0, 2) and filtered.rewards == (0.0, 2.0)
         dropped = filtering.apply(group, [Score(value, False) for value in (3.0, 1.0, 3.0, 1.0)])
         assert dropped.kept == () and filtering.metrics()["filtered/num_groups_all_equal"] == 1
+
+    def test_a_group_that_is_kept_ends_the_groups_dropped_in_a_row(self) -> None:
+        limit = "algorithm.max_filtered_in_a_row=2"
+        config = make_config("algorithm.filters=[{kind: dynamic_sampling}]", limit)
+        filtering = GroupFiltering(config.algorithm, seed=0)
+        equal, others = ([Score(value, False) for value in some] for some in ([1.0] * 4, [0.0, 1.0] * 2))
+        for scores in (equal, others, equal):
+            filtering.apply(make_group(), scores)
+        with pytest.raises(AllFiltered, match="2 groups in a row"):
+            filtering.apply(make_group(), equal)
 
     def test_a_file_of_rollouts_has_the_parts(self, tmp_path: Path) -> None:
         file = tmp_path / "rollouts.jsonl"

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from forgeasync.config import TeacherEndpoint, TeacherSection
 from forgeasync.rollouts import TeacherRecord, WrongTeacherRecord
-from forgeasync.scoring import RewardUnavailable, TeacherClient, TeacherRefuses
+from forgeasync.scoring import EndpointRefuses, RewardUnavailable, TeacherClient
 from tests.support.chat_server import ChatServer, Reply, serving
 
 IDS = np.array([3, 4, 5, 6], np.int32)
@@ -90,12 +90,12 @@ def test_a_token_among_the_likeliest_and_no_ids_at_all(server: ChatServer) -> No
         (with_second(None), WrongTeacherRecord, "no log-probabilities at position 2"),
         (with_second({"5": 1.0}), WrongTeacherRecord, "no log-probabilities at position 2"),
         (with_second(position(5, -1.0, (8, -0.1))), WrongTeacherRecord, "the 2 likeliest ids at position 2"),
-        ((200, {}, "{}"), TeacherRefuses, "no completion with prompt_logprobs"),
-        ((200, {}, "[" * 100_000), TeacherRefuses, "sent more than|no completion"),
-        ((200, {}, '{"choices": [{"prompt_logprobs": null}]}'), TeacherRefuses, "must be a server of vLLM"),
-        ((200, {}, " " * 200_000), TeacherRefuses, "sent more than"),
-        ((400, {}, json.dumps({"message": "k too large"})), TeacherRefuses, "status 400: .*k too large"),
-        ((404, {}, "{}"), TeacherRefuses, "large at http.*status 404"),
+        ((200, {}, "{}"), EndpointRefuses, "no completion with prompt_logprobs"),
+        ((200, {}, "[" * 100_000), EndpointRefuses, "sent more than|no completion"),
+        ((200, {}, '{"choices": [{"prompt_logprobs": null}]}'), EndpointRefuses, "must be a server of vLLM"),
+        ((200, {}, " " * 200_000), EndpointRefuses, "sent more than"),
+        ((400, {}, json.dumps({"message": "k too large"})), EndpointRefuses, "status 400: .*k too large"),
+        ((404, {}, "{}"), EndpointRefuses, "large at http.*status 404"),
         ((500, {}, "{}"), RewardUnavailable, "status 500"),
         ((429, {"retry-after": "7"}, "{}"), RewardUnavailable, "status 429"),
     ],

@@ -18,12 +18,11 @@ from forgeasync.environments import (
     SessionServer,
     TurnLimits,
     TurnRequest,
-    UntrainedSample,
     UntrainedTurns,
     choose_renderer,
 )
 from forgeasync.plugins.serve import ServedSessions, WorkerSessions
-from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, SampledTurn, VersionRange
+from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, SampledTurn
 from forgeasync.testing import HandClock, ScriptedGenerator
 from tests.support.buffer_world import make_task
 from tests.support.episodes import AGENT, TOKENIZER, make_episodes
@@ -123,16 +122,18 @@ class ServedWorld:
 
     async def sample_untrained(
         self, prompt_ids: np.ndarray, max_tokens: int, stop: tuple[str, ...]
-    ) -> UntrainedSample:
+    ) -> SampledTurn:
         self.num_asked += 1
         await self.gate.wait()
         self.untrained_prompts.append(prompt_ids.tolist())
         said = ScriptedGenerator(TOKENIZER, ["ok"]).say()
-        return UntrainedSample(
+        return SampledTurn(
+            turn=0,
             ids_T=said.ids_T,
             text=said.text,
             finish_reason=FinishReason.STOP,
-            versions=VersionRange(first=3, last=3),
+            first_version=3,
+            version=3,
         )
 
     async def open(self, *, token: str | None = TOKEN, body: bytes = b"", method: str = "POST") -> Answer:

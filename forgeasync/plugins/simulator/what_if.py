@@ -11,7 +11,7 @@ from rich.table import Table
 
 from forgeasync.config import ModelFacts, RunConfig
 from forgeasync.models import check_config
-from forgeasync.planning import Machine, fit_trainer, generator_fits, planned_machine
+from forgeasync.planning import Machine, changed_config, fit_trainer, generator_fits, planned_machine
 from forgeasync.plugins.simulator.profile import Profile, WeightTimes
 from forgeasync.plugins.simulator.run import simulate
 from forgeasync.plugins.simulator.shape import Prediction, SimulatedRun, of_config
@@ -80,13 +80,8 @@ def _changes(run: SimulatedRun, profile: Profile) -> Iterator[tuple[str, str, Si
     yield "one more replica", "generators bound", more, profile
     train = tuple(one.model_copy(update={"step_s": 0.5 * one.step_s}) for one in profile.train)
     yield "a trainer twice as fast", "the trainer bounds", run, profile.model_copy(update={"train": train})
-    times = profile.weights
-    fast = WeightTimes(
-        wait_s=times.wait_s.scaled(0.5),
-        publish_s=times.publish_s.scaled(0.5),
-        fetch_s=times.fetch_s.scaled(0.5),
-        swap_s=times.swap_s.scaled(0.5),
-    )
+    halves = {name: getattr(profile.weights, name).scaled(0.5) for name in WeightTimes.model_fields}
+    fast = WeightTimes(**halves)
     yield "weights twice as fast", "new weights bound", run, profile.model_copy(update={"weights": fast})
     scorer = run.scorer.model_copy(update={"num_replicas": run.scorer.num_replicas + 1})
     yield "one more scorer", "scorers bound", replace(run, scorer=scorer), profile
@@ -261,12 +256,8 @@ def _trainer_sizes(config: RunConfig, num_gpus: int) -> list[int]:
 
 
 def _split(config: RunConfig, num_procs: int, num_replicas: int, bound: int) -> RunConfig:
-    parallel = config.trainer.parallel.model_copy(update={"num_procs": num_procs})
-    trainer = config.trainer.model_copy(update={"parallel": parallel})
-    generator = config.generator.model_copy(update={"num_replicas": num_replicas})
-    return config.model_copy(
-        update={"trainer": trainer, "generator": generator, "max_off_policy_steps": bound}
-    )
+    changes = {"trainer.parallel.num_procs": num_procs, "generator.num_replicas": num_replicas}
+    return changed_config(config, changes | {"max_off_policy_steps": bound})
 
 
 def _refusal(config: RunConfig, facts: ModelFacts, gpu_bytes: int) -> str | None:

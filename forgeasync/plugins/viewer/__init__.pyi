@@ -9,5 +9,6 @@ from .run_reader import status_of as status_of
 
 # Only tests import these.
 from .followed_file import FollowedFile as FollowedFile
+from .rollouts import NotFound as NotFound
 from .server import application as application
 from .server import serve as serve

@@ -40,8 +40,8 @@ _NONE = -1
 _WORST = RolloutKey(group_id=_NONE, episode=_NONE, agent=_NONE)
 
 
-class RolloutNotFound(ValueError):
-    """A rollout cannot be read; the text has the reason."""
+class NotFound(LookupError):
+    """The run does not have the requested item, or there is no such address; the text names it."""
 
 
 class _LineIndex:
@@ -90,18 +90,18 @@ class RolloutIndex(_LineIndex):
         """Read one rollout.
 
         Raises:
-            RolloutNotFound: there is no rollout of this number, or the file has changed.
+            NotFound: there is no rollout of this number, or the file has changed.
         """
         if not 0 <= number < len(self):
             what = f"0 to {len(self) - 1}" if len(self) else "none yet"
-            raise RolloutNotFound(f"there is no rollout {number}; those read so far are {what}")
+            raise NotFound(f"there is no rollout {number}; those read so far are {what}")
         try:
             record = read_record(self._file, self._offsets[number])
         except LineUnreadable as error:
-            raise RolloutNotFound(f"rollout {number} is gone: {error}") from None
+            raise NotFound(f"rollout {number} is gone: {error}") from None
         place = self._place(number)
         if (record.get("step"), record.get("group_id")) != (place["step"], place["group"]):
-            raise RolloutNotFound(f"rollout {number} is gone: {self._file.name} has changed")
+            raise NotFound(f"rollout {number} is gone: {self._file.name} has changed")
         return record
 
     def _place(self, number: int) -> dict[str, int]:
@@ -117,7 +117,7 @@ class RolloutIndex(_LineIndex):
         where = {"number": number, **self._place(number)}
         try:
             record = self.read(number)
-        except RolloutNotFound as error:
+        except NotFound as error:
             return {**where, "problem": str(error)}
         keys = (
             *("episode", "agent", "reward", "is_correct"),
@@ -129,7 +129,7 @@ class RolloutIndex(_LineIndex):
         """Return a whole rollout: its line of the file, and its response in parts.
 
         Raises:
-            RolloutNotFound: it cannot be read.
+            NotFound: it cannot be read.
         """
         record = self.read(number)
         return {**record, "number": number, "response_parts": _response_parts(record)}
@@ -201,7 +201,7 @@ def tokens_answer(
     If the values cannot be read, the answer has only a ``problem``.
 
     Raises:
-        RolloutNotFound: there is no such rollout.
+        NotFound: there is no such rollout.
     """
     record = rollouts.read(number)
     step, key = record["step"], _key_of(record)
@@ -277,7 +277,7 @@ def worst_answer(rollouts: RolloutIndex, tokens: TokenIndex, step: int) -> Answe
     """Return the worst tokens of a step, each with the number of its rollout if that was stored.
 
     Raises:
-        RolloutNotFound: a rollout of the step cannot be read.
+        NotFound: a rollout of the step cannot be read.
     """
     try:
         worst = tokens.worst(step)

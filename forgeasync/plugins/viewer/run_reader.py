@@ -336,9 +336,8 @@ def run_life(lock: Path) -> tuple[Life, str]:
     return Life.DIED, f"was {holder}"
 
 
-def status_of(run: RunReader, *, now_s: float | None = None) -> dict[str, object]:
-    """Return a run's status as JSON types; ``now_s`` is the time in seconds since 1970."""
-    now_s = time.time() if now_s is None else now_s
+def status_of(run: RunReader) -> dict[str, object]:
+    """Return a run's status as JSON types."""
     life, words = run_life(run.run_dir.lock)
     max_steps = run.whole_setting("max_steps")
     step_s = _recent_step_s(run)
@@ -354,7 +353,7 @@ def status_of(run: RunReader, *, now_s: float | None = None) -> dict[str, object
         "life": life,
         "life_words": words,
         "last_log_line": run.last_log_line(),
-        "written_ago_s": _written_ago_s(run, now_s),
+        "written_ago_s": _written_ago_s(run),
         "step": run.metrics.step,
         "max_steps": max_steps,
         "elapsed_s": None if elapsed is None else elapsed[1],
@@ -404,7 +403,7 @@ def _measured(run: RunReader) -> MeasuredSteps | None:
     return window.measured()
 
 
-def _written_ago_s(run: RunReader, now_s: float) -> float | None:
+def _written_ago_s(run: RunReader) -> float | None:
     """Return the seconds since the run last wrote metrics or ledger."""
     times = []
     for file in (run.run_dir.metrics, run.run_dir.ledger):
@@ -412,7 +411,7 @@ def _written_ago_s(run: RunReader, now_s: float) -> float | None:
             times.append(file.stat().st_mtime)
         except OSError:
             continue
-    return round(max(0.0, now_s - max(times)), 3) if times else None
+    return round(max(0.0, time.time() - max(times)), 3) if times else None
 
 
 def status_lines(status: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ from forgeasync.buffer import DropReason
 from forgeasync.observability import TOPICS, definition_of, visible
 from forgeasync.plugins.viewer.groups import Fate, GroupHistories, GroupHistory
 from forgeasync.plugins.viewer.processes import faults_answer, lanes_answer
-from forgeasync.plugins.viewer.rollouts import RolloutNotFound, tokens_answer, worst_answer
+from forgeasync.plugins.viewer.rollouts import NotFound, tokens_answer, worst_answer
 from forgeasync.plugins.viewer.run_reader import MAIN_METRICS, RunClock, RunReader, status_of
 
 MAX_GROUPS = 200
@@ -44,10 +44,6 @@ E = TypeVar("E", bound=StrEnum)
 
 class BadRequest(ValueError):
     """A parameter is missing or wrong; the text names it, its value and the allowed values."""
-
-
-class NotFound(LookupError):
-    """There is no such address, or the run does not have the requested item; the text names it."""
 
 
 class Parameters:
@@ -102,10 +98,7 @@ def answer(runs: Sequence[RunReader], name: str, given: Parameters) -> Answer:
         return _OF_ALL_RUNS[name](runs)
     if name in _OF_ONE_RUN:
         run = runs[given.number("run", default=0, below=len(runs))]
-        try:
-            return _OF_ONE_RUN[name](run, given)
-        except RolloutNotFound as error:
-            raise NotFound(str(error)) from None
+        return _OF_ONE_RUN[name](run, given)
     known = ", ".join((*_OF_ALL_RUNS, *_OF_ONE_RUN))
     raise NotFound(f"there is no /api/{name[:40]}; there are {known}")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.plugins.viewer import status_of
+from forgeasync.plugins.viewer import NotFound, status_of
 from tests.support.viewer_runs import asked, read, rollout_of
 
 
@@ -79,7 +79,7 @@ def test_a_rollout_of_a_changed_file_is_gone(folder: Path, content: str | None, 
     file.write_text(json.dumps(rollout_of(1, 2, 0, "")) + "\n")
     rollouts = read(folder).rollouts
     file.unlink() if content is None else file.write_text(content + "\n")
-    with pytest.raises(ValueError, match=rf"rollout 0 is gone: rollouts\.jsonl {words}"):
+    with pytest.raises(NotFound, match=rf"rollout 0 is gone: rollouts\.jsonl {words}"):
         rollouts.read(0)
 
 
