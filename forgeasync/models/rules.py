@@ -203,6 +203,21 @@ def check_nucleus(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
         )
 
 
+def _config_key(facts: ModelFacts, *names: str) -> str:
+    """Return the first of ``names`` that the model's family has in config.json."""
+    sizes = FAMILIES[facts.model_type].sizes(facts)
+    return next((name for name in names if name in sizes), names[0])
+
+
+def _num_experts_key(facts: ModelFacts) -> str:
+    """Return the key of the number of experts in config.json."""
+    return _config_key(facts, "num_experts", "n_routed_experts", "num_local_experts")
+
+
+def _expert_size_key(facts: ModelFacts) -> str:
+    return _config_key(facts, "moe_intermediate_size", "intermediate_size")
+
+
 def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     """Check that heads, experts and feed-forward networks divide evenly over the trainer's ranks."""
     parallel = config.trainer.parallel
@@ -223,13 +238,13 @@ def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterato
         yield Problem(
             field="trainer.parallel.expert",
             value=parallel.expert,
-            remedy=f"must divide the model's num_experts = {facts.num_experts}",
+            remedy=f"must divide the model's {_num_experts_key(facts)} = {facts.num_experts}",
         )
     if parallel.expert == 1 and facts.expert_hidden_size % parallel.tensor:
         yield Problem(
             field="trainer.parallel.tensor",
             value=parallel.tensor,
-            remedy=f"must divide the model's moe_intermediate_size = {facts.expert_hidden_size} "
+            remedy=f"must divide the model's {_expert_size_key(facts)} = {facts.expert_hidden_size} "
             "(without expert parallelism it splits every expert)",
         )
     if facts.dense_hidden_size % parallel.tensor:
@@ -250,9 +265,9 @@ def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator
     """Check that the model divides evenly over an engine's ranks, and one sequence fits its KV cache."""
     tensor = config.generator.tensor_parallel
     # With expert parallelism, each expert is whole on one rank.
-    experts = ("num_experts", facts.num_experts)
+    experts = (_num_experts_key(facts), facts.num_experts)
     if not config.generator.expert_parallel:
-        experts = ("moe_intermediate_size", facts.expert_hidden_size)
+        experts = (_expert_size_key(facts), facts.expert_hidden_size)
     sizes = (
         ("num_attention_heads", facts.num_heads),
         experts,
@@ -559,7 +574,7 @@ def _check_model_shape(config: RunConfig, facts: ModelFacts) -> Iterator[Problem
             field="model.path",
             value=config.model.path,
             remedy=f"its config.json selects num_experts_per_tok = {facts.top_k} experts; "
-            f"must be at most num_experts = {facts.num_experts}",
+            f"must be at most {_num_experts_key(facts)} = {facts.num_experts}",
         )
     if facts.num_heads % facts.num_kv_heads:
         yield Problem(

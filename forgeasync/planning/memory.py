@@ -485,7 +485,8 @@ def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[
             MemoryItem(
                 name="archive, all ranks",
                 num_bytes=staging_bytes(config, facts) // 2,
-                how=f"at most one {what}{beside}{patches} that waits for the disk",
+                how=f"at most one {what}{beside}{patches} that waits for the disk, where a step adds at most "
+                "one to the run's folder",
             )
             for _ in range(config.weights.archive)
         ),
