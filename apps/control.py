@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from forgeasync.controller import Refused, ask, export_version, parse_change
+from forgeasync.observability import exit_with
 from forgeasync.schema import ConfigError
 
 
@@ -53,4 +54,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -9,11 +9,10 @@ the policy's. Rewards are logged and used in evaluations. With `objective: {kind
 training; with any other objective, the policy gradient and the distillation terms are added.
 """
 
-import sys
-
 from apps.grpo import start
 from forgeasync.config import RunConfig
 from forgeasync.controller import run_training_app
+from forgeasync.observability import exit_with
 from forgeasync.schema import ConfigError, Problem
 
 
@@ -31,4 +30,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

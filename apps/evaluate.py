@@ -16,7 +16,6 @@ single responses are scored by the config's rewards.
 
 import argparse
 import asyncio
-import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -43,6 +42,7 @@ from forgeasync.observability import (
     SetSummary,
     StepConsole,
     configure_controller_logging,
+    exit_with,
     separate_native_output,
     summarize,
 )
@@ -204,4 +204,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

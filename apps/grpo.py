@@ -20,7 +20,6 @@ schedules evaluations, resume.py resumes runs, and run.py has the code before an
 """
 
 import asyncio
-import sys
 from collections.abc import Sequence
 
 from forgeasync.buffer import DropReason, Start, Update
@@ -35,6 +34,7 @@ from forgeasync.controller import (
     start_run,
 )
 from forgeasync.environments import sampling_seed
+from forgeasync.observability import exit_with
 from forgeasync.rollouts import Group, Score
 from forgeasync.runtime import CancelledGroup, ProcessManager, RefusedGroup, SampledGroup
 from forgeasync.trainer import steps_problem
@@ -197,4 +197,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -8,13 +8,13 @@ weights are dequantized to float32.
 
 import argparse
 import importlib.util
-import sys
 from pathlib import Path
 
 from safetensors.numpy import save_file
 
 from forgeasync.controller import exit_code
 from forgeasync.models import GgufModel, read_tokenizer, save_tokenizer, use_umask, writing
+from forgeasync.observability import exit_with
 from forgeasync.schema import ConfigError, Problem
 
 
@@ -77,4 +77,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

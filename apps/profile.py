@@ -22,6 +22,7 @@ from pathlib import Path
 from forgeasync.config import ModelFacts, RunConfig, load_config, longest_response, resolve
 from forgeasync.controller import config_parser, parse_command_line
 from forgeasync.models import read_model_facts
+from forgeasync.observability import exit_with
 from forgeasync.planning import GPU_GIB
 from forgeasync.plugins.simulator import (
     ProfileOf,
@@ -120,4 +121,4 @@ def _profile_of(config: RunConfig, facts: ModelFacts, file: Path | None, mean: f
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -32,7 +32,7 @@ from forgeasync.controller import (
     sample_again,
     score_again,
 )
-from forgeasync.observability import RecordedStep
+from forgeasync.observability import RecordedStep, exit_with
 from forgeasync.rollouts import Group
 from forgeasync.schema import EXIT_FAILED
 from forgeasync.trainer import StepResult, training_items
@@ -127,4 +127,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

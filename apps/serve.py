@@ -16,11 +16,10 @@ Serving never waits for training. Training waits for users, because it has no ot
 describes the protocol of clients and the life of a session.
 """
 
-import sys
-
 from apps.grpo import start
 from forgeasync.config import RunConfig, is_served
 from forgeasync.controller import run_training_app
+from forgeasync.observability import exit_with
 from forgeasync.schema import ConfigError, Problem
 
 
@@ -38,4 +37,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -10,12 +10,11 @@ it while a run is in progress.
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
 
-from forgeasync.observability import NoEpisodes, episode_lines, find_file, read_episodes, table
+from forgeasync.observability import NoEpisodes, episode_lines, exit_with, find_file, read_episodes, table
 from forgeasync.schema import EXIT_REFUSED
 
 
@@ -33,13 +32,7 @@ def main() -> int:
     except NoEpisodes as error:
         print(f"refused: {error}", file=sys.stderr)
         return EXIT_REFUSED
-    # A pipe or terminal may not support UTF-8, while models write any character.
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # not declared by TextIO
-    try:
-        print("\n".join(lines), flush=True)
-    except BrokenPipeError:
-        # The reader, such as head, has closed the pipe. Without this, the flush at exit would fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print("\n".join(lines))
     return 0
 
 
@@ -64,4 +57,4 @@ def shown(folder: Path, number: int | None, *, as_json: bool) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from forgeasync.buffer import LedgerUnreadable, verify
-from forgeasync.observability import RunDir
+from forgeasync.observability import RunDir, exit_with
 from forgeasync.schema import EXIT_REFUSED
 
 
@@ -35,11 +35,9 @@ def main() -> int:
     except LedgerUnreadable as error:
         print(f"refused: {error}", file=sys.stderr)
         return EXIT_REFUSED
-    # A terminal may not support UTF-8, while names of tasks have any character.
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # not declared by TextIO
     print(json.dumps(verdict.as_json()) if arguments.json else "\n".join(verdict.lines()))
     return 0 if verdict.contradiction is None else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from forgeasync.observability import exit_with
 from forgeasync.plugins.viewer import (
     DEMO_RUN,
     NoRun,
@@ -73,8 +74,6 @@ def main(given: Sequence[str] | None = None) -> int:
         run.read_all()
     if arguments.perfetto is not None:
         return _write_trace(runs[0], arguments.perfetto)
-    # A terminal may not support UTF-8, while names have any character.
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # not declared by TextIO
     for run in runs:
         status = status_of(run)
         print(msgspec.json.encode(status).decode() if arguments.json else "\n".join(status_lines(status)))
@@ -100,4 +99,4 @@ def _port(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

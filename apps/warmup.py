@@ -11,7 +11,6 @@ would take a fifth of a step.
 import json
 import random
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -38,6 +37,7 @@ from forgeasync.environments import (
     worked_example,
 )
 from forgeasync.models import build_tokenizer, read_model_facts, save_tokenizer
+from forgeasync.observability import exit_with
 from forgeasync.rollouts import PromptEncoder, Task, teacher_prompt
 from forgeasync.runtime import ProcessManager, start_trainer
 from forgeasync.schema import ConfigError, Problem
@@ -205,4 +205,4 @@ def write_initial_folder(
 
 
 if __name__ == "__main__":
-    sys.exit(run_app(main, description="Build the model of a run by supervised warm-up."))
+    exit_with(lambda: run_app(main, description="Build the model of a run by supervised warm-up."))

@@ -25,7 +25,7 @@ import msgspec
 from forgeasync.buffer import BufferSnapshot, CheckpointedBuffer, LedgerPosition
 from forgeasync.config import EXPERT_TARGETS, ModelFacts, RunConfig, num_averages
 from forgeasync.files import publish_folder
-from forgeasync.models import expected_shapes, num_adapter_parameters
+from forgeasync.models import expected_shapes, num_adapter_parameters, version_bytes
 from forgeasync.schema import Problem
 
 TRAINER_FOLDER = "trainer"
@@ -157,8 +157,24 @@ def export_bytes(config: RunConfig, facts: ModelFacts) -> int:
     return FLOAT32_BYTES * num_adapter_parameters(facts, whole) + overhead
 
 
+def archive_bytes(config: RunConfig, facts: ModelFacts, folder: Path) -> int:
+    """Return the bytes that ``folder`` still lacks for the whole versions of ``weights.archive``.
+
+    This is a lower bound, because patches are not counted. A version with which a file begins is complete
+    before the oldest file is removed, so there can be ``checkpoint.keep`` + 2.
+    """
+    if not config.weights.archive:
+        return 0
+    every, num_files = config.checkpoint.every_steps, 1
+    if every is not None:
+        num_files = min(config.checkpoint.keep + 2, config.max_steps // every + (every > 1))
+    whole = num_files * (1 + num_averages(config.teachers)) * version_bytes(config, facts)
+    return max(0, whole - sum(file.stat().st_size for file in folder.glob("*.weights")))
+
+
 def check_room(config: RunConfig, facts: ModelFacts, *, checkpoints: Path, export: Path) -> Iterator[Problem]:
-    """Check that the disks have room for the exported model and the checkpoints that exist at one time.
+    """Check that the disks have room for the exported model, and the checkpoints and archived versions that
+    exist at one time.
 
     A checkpoint is complete before the oldest one is removed, so there can be ``checkpoint.keep`` + 1.
 
@@ -166,7 +182,7 @@ def check_room(config: RunConfig, facts: ModelFacts, *, checkpoints: Path, expor
         config: The run's config.
         facts: Facts of the model.
         checkpoints: Folder of checkpoints. Existing ones count as part of the number.
-        export: Folder of the exported model.
+        export: Folder of the exported model, beside the archive's.
     """
     one = checkpoint_bytes(config, facts)
     num_more = 0
@@ -176,18 +192,19 @@ def check_room(config: RunConfig, facts: ModelFacts, *, checkpoints: Path, expor
         num_left = min(config.checkpoint.keep + 1, num_ever) - len(list_checkpoints(checkpoints))
         num_more = max(1, num_left)
     exported = export_bytes(config, facts)
+    archived = archive_bytes(config, facts, export.with_name("versions"))
     at_export, at_checkpoints = existing_folder(export), existing_folder(checkpoints)
     is_shared = at_export.stat().st_dev == at_checkpoints.stat().st_dev
     free = shutil.disk_usage(at_export).free
-    needed = exported + (num_more * one if is_shared else 0)
+    needed = exported + archived + (num_more * one if is_shared else 0)
     if needed > free:
-        and_checkpoints = (
-            f" and {num_more} checkpoints {_gib(num_more * one)} GiB" if is_shared and num_more else ""
-        )
+        and_others = f", whole versions of weights.archive {_gib(archived)} GiB" if archived else ""
+        if is_shared and num_more:
+            and_others += f" and {num_more} checkpoints {_gib(num_more * one)} GiB"
         yield Problem(
             field="run_dir",
             value=config.run_dir,
-            remedy=f"the trained model takes {_gib(exported)} GiB{and_checkpoints}, and {at_export} has "
+            remedy=f"the trained model takes {_gib(exported)} GiB{and_others}, and {at_export} has "
             f"{_gib(free)} GiB free; make room, name another folder, or keep fewer checkpoints "
             "(checkpoint.keep, checkpoint.every_steps)",
         )

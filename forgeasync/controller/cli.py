@@ -47,10 +47,12 @@ from forgeasync.environments import build_source
 from forgeasync.files import remove_files_of
 from forgeasync.models import character_tokenizer, model_config_file
 from forgeasync.observability import (
+    EXIT_PIPE,
     RUNS_FOLDER,
     RunDir,
     claimed_marks,
     failure_line,
+    is_closed_pipe,
     release_claims,
     root_cause,
     say_on_stderr,
@@ -216,6 +218,8 @@ def exit_code(run: Callable[[], None]) -> int:
         say_on_stderr(_with_closing_message(f"interrupted by {received.name}"))
         return EXIT_SIGNAL + received
     except BaseException as error:
+        if is_closed_pipe(root_cause(error)):
+            return EXIT_PIPE
         say_on_stderr("".join(traceback.format_exception(root_cause(error))).rstrip())
         say_on_stderr(_with_closing_message(failure_line(error)))
         stop = received_signal()

@@ -204,6 +204,21 @@ def check_nucleus(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
         )
 
 
+def _config_key(facts: ModelFacts, *names: str) -> str:
+    """Return the first of ``names`` that the model's family has in config.json."""
+    sizes = FAMILIES[facts.model_type].sizes(facts)
+    return next((name for name in names if name in sizes), names[0])
+
+
+def _num_experts_key(facts: ModelFacts) -> str:
+    """Return the key of the number of experts in config.json."""
+    return _config_key(facts, "num_experts", "n_routed_experts", "num_local_experts")
+
+
+def _expert_size_key(facts: ModelFacts) -> str:
+    return _config_key(facts, "moe_intermediate_size", "intermediate_size")
+
+
 def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     """Check that heads, experts and feed-forward networks divide evenly over the trainer's ranks."""
     parallel = config.trainer.parallel
@@ -214,7 +229,7 @@ def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterato
     }
     if parallel.expert == 1:
         # Without expert parallelism, every expert is split.
-        sizes["moe_intermediate_size"] = facts.expert_hidden_size
+        sizes[_expert_size_key(facts)] = facts.expert_hidden_size
     if facts.routing is not None:
         sizes["n_shared_experts * moe_intermediate_size"] = facts.shared_hidden_size
     yield from _must_divide("trainer.parallel.tensor", parallel.tensor, sizes)
@@ -224,7 +239,8 @@ def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterato
             value=parallel.expert,
             remedy=f"must be 1: a model of model_type {facts.model_type!r} has no experts",
         )
-    yield from _must_divide("trainer.parallel.expert", parallel.expert, {"num_experts": facts.num_experts})
+    experts = {_num_experts_key(facts): facts.num_experts}
+    yield from _must_divide("trainer.parallel.expert", parallel.expert, experts)
 
 
 def _must_divide(field: str, value: int, sizes: Mapping[str, int]) -> Iterator[Problem]:
@@ -239,9 +255,9 @@ def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator
     sizes = {"num_attention_heads": facts.num_heads, "intermediate_size": facts.dense_hidden_size}
     # With expert parallelism, each expert is whole on one rank.
     if config.generator.expert_parallel:
-        sizes["num_experts"] = facts.num_experts
+        sizes[_num_experts_key(facts)] = facts.num_experts
     else:
-        sizes["moe_intermediate_size"] = facts.expert_hidden_size
+        sizes[_expert_size_key(facts)] = facts.expert_hidden_size
     yield from _must_divide("generator.tensor_parallel", tensor, sizes)
     # vLLM repeats KV heads when there are more ranks than heads.
     if facts.num_kv_heads % tensor and tensor % facts.num_kv_heads:
@@ -539,7 +555,7 @@ def _check_model_shape(config: RunConfig, facts: ModelFacts) -> Iterator[Problem
             field="model.path",
             value=config.model.path,
             remedy=f"its config.json selects num_experts_per_tok = {facts.top_k} experts; "
-            f"must be at most num_experts = {facts.num_experts}",
+            f"must be at most {_num_experts_key(facts)} = {facts.num_experts}",
         )
     if facts.num_heads % facts.num_kv_heads:
         yield Problem(

@@ -62,10 +62,13 @@ from .run_dir import default_run_dir as default_run_dir
 from .run_dir import leftover_processes as leftover_processes
 from .run_dir import put_aside as put_aside
 from .run_dir import release_claims as release_claims
+from .run_log import EXIT_PIPE as EXIT_PIPE
 from .run_log import RunLog as RunLog
 from .run_log import configure_controller_logging as configure_controller_logging
 from .run_log import describe_error as describe_error
+from .run_log import exit_with as exit_with
 from .run_log import failure_line as failure_line
+from .run_log import is_closed_pipe as is_closed_pipe
 from .run_log import real_errors as real_errors
 from .run_log import redirect_process_output as redirect_process_output
 from .run_log import root_cause as root_cause

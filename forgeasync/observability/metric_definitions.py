@@ -26,7 +26,8 @@ class Metric:
     """One key of metrics.jsonl, or a pattern of keys."""
 
     key: str
-    """Name of the metric. A part in angle brackets is any name without a slash: ``reward/<part>``."""
+    """Name of the metric. ``<set>`` is any name without a slash, and so are others in angle brackets, but
+    ``<part>`` may have slashes: ``reward/<part>``."""
     meaning: str
     """Description as a complete sentence, with the unit unless the metric is a share or a count."""
     when: str = EVERY_STEP
@@ -41,8 +42,8 @@ class Metric:
 
     def matches(self, key: str) -> bool:
         """Whether ``key`` is this metric's key or matches its pattern."""
-        literals = map(re.escape, _PLACEHOLDER.split(self.key))
-        return re.fullmatch("[^/]+".join(literals), key) is not None
+        names = re.escape(self.key).replace("<part>", ".+")
+        return re.fullmatch(_PLACEHOLDER.sub("[^/]+", names), key) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

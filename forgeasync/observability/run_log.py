@@ -10,18 +10,22 @@ import logging
 import os
 import platform
 import re
+import select
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from forgeasync.files import AppendedFile
+from forgeasync.schema import EXIT_SIGNAL
 
 PACKAGES = (
     "forgeasync",
@@ -46,6 +50,39 @@ GIT_S = 5.0
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
+
+
+# --- the end of a program ---
+
+
+EXIT_PIPE = EXIT_SIGNAL + signal.SIGPIPE
+"""Exit code of a program whose reader, such as head, closed the pipe."""
+
+
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """Run a program and end the process with its exit code; quietly if the reader closes the pipe."""
+    # A pipe or terminal may not support UTF-8, while models write any character.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # not declared by TextIO
+    try:
+        code = main()
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as error:
+        if not is_closed_pipe(error):
+            raise
+        code = EXIT_PIPE
+        # Otherwise the flush at exit fails again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def is_closed_pipe(error: BaseException) -> bool:
+    """Return whether an error says that the reader of stdout has closed the pipe."""
+    if isinstance(error, SystemExit):
+        # As rich.console.Console ends a program.
+        return isinstance(error.__context__, BrokenPipeError)
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return isinstance(error, BrokenPipeError) and bool(poll.poll(0))
 
 
 # --- failures in one line ---

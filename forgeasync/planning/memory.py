@@ -486,7 +486,8 @@ def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[
         (
             "archive, all ranks",
             staged // 2 * config.weights.archive,
-            f"at most one {what}{beside}{patches} that waits for the disk",
+            f"at most one {what}{beside}{patches} that waits for the disk, where a step adds at most "
+            "one to the run's folder",
         ),
         ("receive buffer, each host", version, f"one {what}{patches}, for all replicas of a host"),
         *(

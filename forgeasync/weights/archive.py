@@ -351,4 +351,4 @@ def read_version(folder: Path, version: int) -> tuple[WeightLayout, list[torch.T
         found = list(archive.readable())
         nearest = [one for one in found if one < version][-1:] + [one for one in found if one > version][:1]
         words = " and ".join(map(str, nearest)) or "none"
-        raise ArchiveUnreadable(f"version {version}: {problem}; nearest versions: {words}") from None
+        raise ArchiveUnreadable(f"{problem}; nearest versions: {words}") from None

@@ -31,6 +31,8 @@ class Publication:
         self._slot = slot
         self._start_s = time.perf_counter()
         self._content = publisher.copying.submit(write.finish)
+        # In the same thread, so that ``flush_archive`` waits for versions that are still being copied.
+        self._archived = publisher.copying.submit(self._archive)
 
     def until_copied(self) -> None:
         """Wait until the shards may change. Call it in the training thread.
@@ -46,9 +48,7 @@ class Publication:
         """Wait until the version is staged, and the transport and the archive have it, on this rank."""
         publisher, content = self._publisher, await asyncio.wrap_future(self._content)
         await publisher.transport.staged(self._slot)
-        refusal = None
-        if publisher.archive is not None:
-            refusal = await asyncio.to_thread(publisher.archive.add, self._version, content)
+        refusal = await asyncio.wrap_future(self._archived)
         return StagedShard(
             rank=publisher.layout.rank,
             version=self._version,
@@ -57,6 +57,10 @@ class Publication:
             patches=content.patches,
             archive_refusal=refusal,
         )
+
+    def _archive(self) -> str | None:
+        archive = self._publisher.archive
+        return None if archive is None else archive.add(self._version, self._content.result())
 
 
 class WeightPublisher:
@@ -117,9 +121,9 @@ class WeightPublisher:
         return StagingSource(host_id=self._host_id, paths=self.buffers.paths, address=address)
 
     def flush_archive(self) -> None:
-        """Wait until the archive, if there is one, has the versions that were published."""
+        """Wait until the archive, if there is one, has all versions whose publication has begun."""
         if self.archive is not None:
-            self.archive.flush()
+            self.copying.submit(self.archive.flush).result()
 
     # With gradients enabled, a DTensor would wrap its local tensor.
     @torch.no_grad()

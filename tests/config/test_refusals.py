@@ -1,6 +1,7 @@
 """What is refused before anything starts: one table of overrides, the field that is named, and the remedy."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from forgeasync.config import (
     load_config,
     num_gpus_needed,
 )
-from forgeasync.models import check_config, read_model_facts
+from forgeasync.models import check_config, parse_model_facts, read_model_facts
 from forgeasync.schema import ConfigError
 from tests.support.config_samples import CONFIGS, FACTS, MINIMAL, WARMUP, only
 
@@ -385,6 +386,21 @@ def test_experts_are_dealt_out_whole() -> None:
     seven = check_config(config, dataclasses.replace(MOE, num_experts=7))
     (message,) = (str(problem) for problem in seven if problem.field == "generator.tensor_parallel")
     assert "num_experts = 7" in message
+
+
+@pytest.mark.parametrize("name", ["openai--gpt-oss-120b", "zai-org--GLM-4.5-Air", "Qwen--Qwen3-30B-A3B"])
+def test_refused_sizes_have_the_names_of_config_json(name: str) -> None:
+    raw = json.loads((CONFIGS / "models" / name / "config.json").read_text(encoding="utf-8"))
+    facts = dataclasses.replace(parse_model_facts(raw, name), num_experts=3, expert_hidden_size=33)
+    whole = tiny(tensor_parallel=2, expert_parallel=True)
+    sliced = load_config(
+        CONFIGS / "tiny_moe_cpu.yaml", ["trainer.parallel={num_procs: 2, tensor: 2, expert: 1}"]
+    )
+    problems = [*check_config(whole, facts), *check_config(sliced, facts)]
+    words = r"must (?:divide the model's|be at most) (\w+) = (3|33)\b"
+    found = [match.groups() for problem in problems if (match := re.search(words, str(problem)))]
+    assert sorted(size for _, size in found) == ["3", "3", "3", "33"]
+    assert {key for key, _ in found} <= raw.keys()
 
 
 @pytest.mark.parametrize(

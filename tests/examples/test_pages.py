@@ -32,8 +32,9 @@ from tests.support.tiers import Starts, starts
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = (
     *("README", "docs/algorithms", "docs/debugging", "docs/environments", "docs/evaluation"),
-    *("docs/first_run", "docs/gpu", "docs/plugins", "docs/profiling", "docs/rewards", "docs/serving"),
-    *("docs/teachers", "docs/testing", "docs/tools", "docs/training_loop", "docs/viewer"),
+    *("docs/first_run", "docs/gpu", "docs/models", "docs/plugins", "docs/profiling", "docs/rewards"),
+    *("docs/serving", "docs/teachers", "docs/testing", "docs/tools", "docs/training_loop", "docs/viewer"),
+    "docs/weights",
 )
 NAME = re.compile(r"# (?P<name>\w+\.(?:py|yaml))(?:: (?P<base>configs/\S+))?$", re.MULTILINE)
 SHELL = {".", "cd", "git", "tail", "tensorboard"}

@@ -1,8 +1,15 @@
 """Where the output of processes and libraries goes."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from forgeasync.plugins.viewer import DEMO_RUN
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 BEGIN = """
 import logging, os, subprocess, sys, warnings
@@ -68,3 +75,35 @@ print("for people")
     for message in ("noise", "ours", "careful"):
         assert text.count(f": {message}") + text.count(f"Warning: {message}") >= 1
     assert text.count("noise") == 1
+
+
+# --- the end of a program ---
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"apps.verify {DEMO_RUN}",
+        f"apps.show {DEMO_RUN}",
+        f"apps.view {DEMO_RUN} --status",
+        # With rich, which ends a program itself.
+        pytest.param("apps.grpo --config configs/tiny_moe_cpu.yaml --dry-run", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_apps_end_quietly_if_their_reader_closes_the_pipe(command: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as closed:
+        words = [sys.executable, "-m", *command.split()]
+        done = subprocess.run(words, cwd=REPOSITORY, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_other_broken_pipes_are_errors() -> None:
+    code = """
+def main():
+    raise BrokenPipeError("of a socket")
+observability.exit_with(main)
+"""
+    done = subprocess.run([sys.executable, "-c", BEGIN + code, "log"], capture_output=True, text=True)
+    assert done.returncode == 1 and "BrokenPipeError: of a socket" in done.stderr

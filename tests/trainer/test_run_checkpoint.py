@@ -6,6 +6,7 @@ import pickle
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from forgeasync.checkpoints import (
+    archive_bytes,
     check_room,
     checkpoint_bytes,
     checkpoint_name,
@@ -20,8 +22,15 @@ from forgeasync.checkpoints import (
     list_checkpoints,
     sweep_partial,
 )
-from forgeasync.config import CheckpointSection, LoraSection, OptimizerSection, ParallelSection
-from forgeasync.models import read_model_facts
+from forgeasync.config import (
+    CheckpointSection,
+    Delta,
+    LoraSection,
+    OptimizerSection,
+    ParallelSection,
+    WeightsSection,
+)
+from forgeasync.models import read_model_facts, version_bytes
 from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.trainer import (
     CheckpointWriter,
@@ -236,6 +245,29 @@ def test_room_for_a_checkpoint_is_computed_and_asked_for(model: Path, tmp_path: 
         (problem,) = check_room(config.model_copy(update={"checkpoint": section}), large, **folders)
         assert problem.field == "run_dir" and "GiB free" in problem.remedy
         assert f"takes 4.77e+05 GiB{words}" in problem.remedy
+
+
+def test_room_for_whole_versions_of_the_archive(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = read_model_facts(str(model))
+    config = tiny_config(model).model_copy(
+        update={"weights": WeightsSection(archive=True, delta=Delta.EXACT)}
+    )
+    one = version_bytes(config, facts)
+    # Files begin with versions 1, 2, 4 and so on; the fourth is begun before the first one is removed.
+    for every_steps, max_steps, num_files in ((1, 3, 3), (2, 3, 2), (2, 100, 4), (None, 3, 1)):
+        section = CheckpointSection(every_steps=every_steps)
+        kept = config.model_copy(update={"checkpoint": section, "max_steps": max_steps})
+        assert archive_bytes(kept, facts, tmp_path) == num_files * one
+    (tmp_path / "00000001-rank-0.weights").write_bytes(bytes(one // 2))
+    assert archive_bytes(kept, facts, tmp_path) == one - one // 2
+    enough = export_bytes(kept, facts) + one
+    for free in (enough, enough - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+        problems = list(check_room(kept, facts, checkpoints=tmp_path, export=tmp_path / "checkpoints"))
+        assert len(problems) == (free < enough)
+    assert " GiB, whole versions of weights.archive " in problems[0].remedy
 
 
 def test_the_room_for_an_export_is_what_it_takes(model: Path) -> None:
