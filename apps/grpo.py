@@ -22,7 +22,7 @@ schedules evaluations, resume.py resumes runs, and run.py has the code before an
 import asyncio
 from collections.abc import Sequence
 
-from forgeasync.buffer import DropReason, Start, Update
+from forgeasync.buffer import DropReason, ReplayBuffer, Start, Update
 from forgeasync.config import RunConfig
 from forgeasync.controller import (
     ControlServer,
@@ -58,9 +58,8 @@ class GrpoRun(RunLoops):
     async def collect(self) -> None:
         """Start a group whenever the buffer allows one and there is memory for its arrays.
 
-        ``buffer.start`` waits until the staleness bound and the size of the buffer allow a group. Only
-        through this call does the loop wait for training and for served weights. Groups are sampled
-        concurrently.
+        The buffer starts groups when the staleness bound and its size allow them. Only through this call does
+        the loop wait for training and for served weights. Groups are sampled concurrently.
         """
         await self.serving.until_served(self.first_version)
         await self.serving.until_taught_by(self.first_version)
@@ -68,7 +67,9 @@ class GrpoRun(RunLoops):
         await self.lifecycle.restore()
         async with asyncio.TaskGroup() as groups:
             while True:
-                starts, num_wanted = await self.buffer.start.call_one(max(1, self.payloads.num_free))
+                starts, num_wanted = await self.buffer.until(
+                    ReplayBuffer.start_groups, max(1, self.payloads.num_free)
+                )
                 for start in starts:
                     # Waits until older groups have freed enough of the payload memory (payload.capacity_gib).
                     await self.payloads.reserve(start.group_id)
@@ -84,8 +85,8 @@ class GrpoRun(RunLoops):
     async def train(self) -> None:
         """Train on batches of complete groups, and publish the weights after each step, up to ``max_steps``.
 
-        ``buffer.take`` waits for a batch from the scoring loop, ``trainer.train_items`` for the optimizer
-        step. ``serving.publish`` waits only until the trainer has begun to copy its weights; they are staged,
+        Taking a batch waits for the scoring loop, ``trainer.train_items`` for the optimizer step.
+        ``serving.publish`` waits only until the trainer has begun to copy its weights; they are staged,
         fetched and swapped in during the next step. If ``evaluation.mode`` is ``pinned``, training waits for
         evaluations.
         """
@@ -94,7 +95,7 @@ class GrpoRun(RunLoops):
         for step in range(self.first_version + 1, config.max_steps + 1):
             times = StepTimes(step=step)
             with times.part(Part.WAIT):
-                batch = await self.buffer.take.call_one()
+                batch = await self.buffer.until(ReplayBuffer.take)
             with times.part(Part.ASSIGN):
                 minibatches = self.pack(batch, step=step)
             with times.part(Part.TRAIN):
@@ -121,7 +122,7 @@ class GrpoRun(RunLoops):
                         result=result,
                         times=times,
                         engines=tuple(await self.generators.stats()),
-                        buffer=await self.with_ledger(self.buffer.report.call_one()),
+                        buffer=await self.with_ledger(self.buffer.report()),
                         counters=self.counters(),
                         held_out=ended,
                     )
@@ -160,7 +161,7 @@ class GrpoRun(RunLoops):
         if (settled := await self.lifecycle.settled(whole, sampled.scores)) is None:
             return
         group, scores = settled
-        await self.buffer.finished.call_one(group)
+        await self.buffer.change(ReplayBuffer.finished, group)
         if scores is None:
             await self.sampled.put(group)
         else:

@@ -123,8 +123,6 @@ class Sites:
             layout_digest=self.layout.digest,
             checksums=(shard.checksums,),
             patches=(shard.patches,),
-            waited_s=0.0,
-            staging_s=shard.staging_s,
         )
 
     async def generate(self, fetcher: WeightFetcher) -> None:

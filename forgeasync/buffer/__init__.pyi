@@ -15,7 +15,6 @@ from .ledger_reading import check_ledger as check_ledger
 from .ledger_reading import verify as verify
 from .prompts import Batch as Batch
 from .prompts import BufferSnapshot as BufferSnapshot
-from .prompts import Committed as Committed
 from .prompts import DropReason as DropReason
 from .prompts import Dropped as Dropped
 from .prompts import Restored as Restored
@@ -42,7 +41,6 @@ from .ledger_journal import Journal as Journal
 from .ledger_journal import JournalFile as JournalFile
 from .ledger_journal import JournalInUse as JournalInUse
 from .ledger_journal import JournalNotWritten as JournalNotWritten
-from .ledger_journal import JournaledBuffer as JournaledBuffer
 from .ledger_journal import RunHasEnded as RunHasEnded
 from .ledger_lines import FORMAT as FORMAT
 from .ledger_lines import START as START
@@ -55,13 +53,13 @@ from .ledger_state import LedgerState as LedgerState
 from .ledger_state import Place as Place
 from .prompts import AGE_REASONS as AGE_REASONS
 from .prompts import ATTEMPT_STRIDE as ATTEMPT_STRIDE
+from .prompts import Committed as Committed
 from .prompts import LengthHistory as LengthHistory
 from .prompts import Submission as Submission
 from .prompts import Submissions as Submissions
 from .ready_groups import Deadlines as Deadlines
 from .ready_groups import EarliestDeadlineFirst as EarliestDeadlineFirst
 from .ready_groups import known_reference as known_reference
-from .replay_buffer import AsyncReplayBuffer as AsyncReplayBuffer
 from .replay_buffer import LoadController as LoadController
 from .replay_buffer import NothingTrains as NothingTrains
 from .replay_buffer import StepLoad as StepLoad

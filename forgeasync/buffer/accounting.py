@@ -23,6 +23,9 @@ from forgeasync.buffer.prompts import AGE_REASONS, Deficit, DropReason
 from forgeasync.config import AccountingPolicy, AccountingSection, Replacement
 from forgeasync.rollouts import Task
 
+METRIC_GROUPS = 1000
+"""Length of the trailing window of the composition metrics, in groups."""
+
 K = TypeVar("K")
 
 
@@ -56,7 +59,7 @@ class AccountingLedger:
         )
         self._max_weight = section.max_weight
         self._deficits: defaultdict[Stratum, float] = defaultdict(float)
-        self._composition = Composition(section.metric_groups)
+        self._composition = Composition(METRIC_GROUPS)
         self._num_censored = 0
 
     def train(self, task: Task, lengths: Sequence[int], *, submitted: Sequence[int]) -> float:

@@ -27,7 +27,7 @@ from forgeasync.buffer.ledger_lines import (
     encode_lines,
     position_after,
 )
-from forgeasync.buffer.replay_buffer import AsyncReplayBuffer, ReplayBuffer
+from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.config import RunConfig
 from forgeasync.files import AppendedFile, FileLocked, Refusal, flush, is_refusal, last_line, lock
 from forgeasync.waiting import Monitor
@@ -267,8 +267,12 @@ class RunHasEnded(RuntimeError):
     """The buffer was called after ``end``, by a loop that is being cancelled."""
 
 
-class JournaledBuffer(AsyncReplayBuffer):
-    """An ``AsyncReplayBuffer`` that writes every event to a journal."""
+class JournaledBuffer(Monitor[ReplayBuffer]):
+    """A ``ReplayBuffer`` that the tasks of one event loop share; every event is written to a journal.
+
+    The collecting loop waits until the bounds let a group start, the training loop for a batch. Other changes
+    of the buffer wake them.
+    """
 
     def __init__(self, state: ReplayBuffer, journal: Journal) -> None:
         super().__init__(state)

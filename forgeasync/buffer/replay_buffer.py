@@ -1,4 +1,4 @@
-"""The replay buffer: a pure state machine, and its asyncio shell for loops that wait.
+"""The replay buffer: a pure state machine.
 
 ``ReplayBuffer`` has no clock, no I/O and no actors. Its inputs are events: a prompt was submitted, a group
 made progress, finished, was scored or failed, the generators serve another version, a batch was trained on.
@@ -15,8 +15,9 @@ groups; most events cost O(1).
 """
 
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -41,11 +42,15 @@ from forgeasync.buffer.prompts import (
     Trained,
     Update,
 )
-from forgeasync.buffer.ready_groups import BatchLine, Deadlines, known_reference, reference_version
+from forgeasync.buffer.ready_groups import (
+    Deadlines,
+    EarliestDeadlineFirst,
+    known_reference,
+    reference_version,
+)
 from forgeasync.buffer.restoring import BatchReplayPlan
-from forgeasync.config import AccountingPolicy, AccountingSection, AgeOf, BufferSection, StaleGroups
+from forgeasync.config import AccountingSection, AgeOf, BufferSection, StaleGroups
 from forgeasync.rollouts import Group, GroupProgress, Score, SpilledGroup, Task
-from forgeasync.waiting import Monitor
 
 TRAINER_WAITS_SHARE = 0.05
 """Share of a step spent waiting for its batch, above which the trainer counts as waiting.
@@ -230,8 +235,7 @@ class ReplayBuffer:
         )
         self._submissions = Submissions(cohort_size=groups_per_step, longest_first=section.longest_first)
         self._ledger = AccountingLedger(accounting)
-        is_windowed = accounting.policy is AccountingPolicy.WINDOWED_FIFO
-        self._line = BatchLine(section.order, accounting.window_groups if is_windowed else None)
+        self._ready = EarliestDeadlineFirst()
         self._served_version = 0
         self._trainer_version = 0
         self._next_group_id = 0
@@ -253,18 +257,19 @@ class ReplayBuffer:
 
     # ---- events
 
-    def submit(self, task: Task) -> None:
-        """Add a prompt to the queue."""
-        submission = self._submissions.submit(task)
-        self.events.add(Submitted(prompt=submission.submission_id, source=task.source, task_id=task.task_id))
+    def submit(self, tasks: Iterable[Task]) -> None:
+        """Add prompts to the queue."""
+        for task in tasks:
+            prompt = self._submissions.submit(task).submission_id
+            self.events.add(Submitted(prompt=prompt, source=task.source, task_id=task.task_id))
 
-    def progressed(self, progress: GroupProgress) -> None:
-        """Handle a generator's report on a group in flight. Reports on other groups are ignored."""
-        entry = self._entries.get(progress.group_id)
-        if entry is None or entry.sampled is not None:
-            return
-        reference = known_reference(progress, self._group_size, self._section.age_of)
-        self._move_deadline(progress.group_id, entry, reference + self._max_off_policy_steps)
+    def progressed(self, groups: Iterable[GroupProgress]) -> None:
+        """Handle a generator's reports on groups in flight. Reports on other groups are ignored."""
+        for progress in groups:
+            entry = self._entries.get(progress.group_id)
+            if entry is not None and entry.sampled is None:
+                reference = known_reference(progress, self._group_size, self._section.age_of)
+                self._move_deadline(progress.group_id, entry, reference + self._max_off_policy_steps)
 
     def finished(self, group: Group) -> None:
         """Handle a group whose rollouts are all sampled. It must be scored next."""
@@ -302,7 +307,7 @@ class ReplayBuffer:
         self.events.add(Scored(prompt=entry.submission.submission_id, group=group_id))
         if entry.is_expired:
             return self._lose(group_id, DropReason.STALE)
-        self._line.complete(group_id, entry.deadline)
+        self._ready.add(group_id, entry.deadline)
         return ()
 
     def failed(self, group_id: int, reason: DropReason) -> None:
@@ -350,13 +355,17 @@ class ReplayBuffer:
         self.events.add(Started(prompt=submission.submission_id, attempt=submission.attempt, group=group_id))
         return Start(group_id=group_id, draw_id=submission.draw_id, task=submission.task)
 
+    def start_groups(self, most: int) -> tuple[tuple[Start, ...], int] | None:
+        """Return 1 to ``most`` starts, and the number of prompts to submit; None if no group may start."""
+        starts = tuple(itertools.islice(iter(self.start, None), most))
+        return (starts, self.num_wanted) if starts else None
+
     def _admit(self, submission: Submission, deadline: int) -> int:
         group_id = self._next_group_id
         self._next_group_id += 1
         self._num_admitted += 1
         self._entries[group_id] = Entry(submission=submission, deadline=deadline)
         self._due.add(group_id, deadline)
-        self._line.start(group_id)
         return group_id
 
     @property
@@ -389,7 +398,7 @@ class ReplayBuffer:
             weights.append(
                 self._ledger.train(submission.task, lengths, submitted=submission.first_lengths or lengths)
             )
-        self._num_ready_after_batch = self._line.num_ready
+        self._num_ready_after_batch = len(self._ready)
         return Batch(trainer_version=self._trainer_version, groups=tuple(groups), weights=tuple(weights))
 
     # ---- a run that is resumed
@@ -450,7 +459,7 @@ class ReplayBuffer:
         entry.complete(kept.rewards, kept.kept, kept.scores)
         self._again.came()
         self.events.add(Restored(prompt=submission.submission_id, attempt=submission.attempt, group=group_id))
-        self._line.complete(group_id, entry.deadline)
+        self._ready.add(group_id, entry.deadline)
         return group
 
     # ---- state
@@ -508,11 +517,12 @@ class ReplayBuffer:
             # an earlier deadline has been added.
             present = ((group_id, entry.submission) for group_id, entry in self._entries.items())
             ids = self._again.pop(present)
-            self._line.end(ids or ())
+            for group_id in ids or ():
+                self._ready.discard(group_id)
             return ids
-        if self._line.num_ready < self._groups_per_step or not self._leaves_rest_feasible():
+        if len(self._ready) < self._groups_per_step or not self._leaves_rest_feasible():
             return None
-        return self._line.pop(self._groups_per_step)
+        return self._ready.pop(self._groups_per_step)
 
     def _leaves_rest_feasible(self) -> bool:
         """Whether every group outside the next batch can train by its deadline in later steps."""
@@ -520,7 +530,7 @@ class ReplayBuffer:
             return True
         return self._due.are_feasible(
             self._trainer_version,
-            self._line.num_taken_by_deadline(self._groups_per_step),
+            self._ready.num_taken_by_deadline(self._groups_per_step),
             groups_per_step=self._groups_per_step,
         )
 
@@ -532,9 +542,7 @@ class ReplayBuffer:
         entry.deadline = deadline
         if deadline >= self._trainer_version:
             self._due.add(group_id, deadline)
-            if entry.is_expired:
-                entry.is_expired = False
-                self._line.come_back(group_id)
+            entry.is_expired = False
 
     def _expire(self) -> Committed:
         """Drop complete groups whose deadline passed, and stop waiting for such groups in flight."""
@@ -550,8 +558,6 @@ class ReplayBuffer:
                     cancelled.append(group_id)
                 else:
                     lost += self._lose(group_id, DropReason.STALE)
-        # Removes expired groups from the window, where they would hold back others.
-        self._line.end(cancelled)
         return Committed(cancelled=tuple(cancelled), lost=tuple(lost))
 
     def _lose(self, group_id: int, reason: DropReason) -> tuple[Group, ...]:
@@ -560,7 +566,7 @@ class ReplayBuffer:
         Returns the group if it was complete, so that its arrays can be freed.
         """
         entry = self._entries[group_id]
-        self._line.end([group_id])
+        self._ready.discard(group_id)
         self._forget(group_id)
         self._num_admitted -= 1
         self.num_dropped[reason] += 1
@@ -580,77 +586,3 @@ class ReplayBuffer:
         entry = self._entries.pop(group_id)
         if not entry.is_expired:
             self._due.remove(group_id, entry.deadline)
-
-
-class AsyncReplayBuffer(Monitor[ReplayBuffer]):
-    """A ``ReplayBuffer`` shared by the tasks of one event loop, with methods that wait.
-
-    The collecting loop waits in ``start`` until the bounds let a group start. The serving loop's calls of
-    ``set_served_version`` and the training loop's calls of ``take`` raise the bounds. The training loop waits
-    in ``take`` for the scoring loop's calls of ``scored``.
-    """
-
-    async def submit(self, tasks: Sequence[Task]) -> None:
-        """Add prompts to the queue."""
-
-        def submit(buffer: ReplayBuffer) -> None:
-            for task in tasks:
-                buffer.submit(task)
-
-        self.change(submit)
-
-    async def start(self, most: int) -> tuple[tuple[Start, ...], int]:
-        """Wait until a group may start; return 1 to ``most`` starts, and the number of prompts to submit."""
-        starts = [await self.until(lambda buffer: buffer.start())]
-        while len(starts) < most and (start := self.change(lambda buffer: buffer.start())) is not None:
-            starts.append(start)
-        return tuple(starts), self.state.num_wanted
-
-    async def progressed(self, groups: Sequence[GroupProgress]) -> None:
-        """Handle a generator's reports on its groups at a weight update."""
-
-        def report(buffer: ReplayBuffer) -> None:
-            for progress in groups:
-                buffer.progressed(progress)
-
-        self.change(report)
-
-    async def finished(self, group: Group) -> None:
-        """Handle a group whose rollouts are all sampled."""
-        self.change(lambda buffer: buffer.finished(group))
-
-    async def scored(
-        self,
-        group_id: int,
-        rewards: Sequence[float],
-        kept: Sequence[int],
-        scores: Sequence[Score] | None = None,
-    ) -> tuple[Group, ...]:
-        """Complete a group. Returns it if it is too old to train."""
-        return self.change(lambda buffer: buffer.scored(group_id, rewards, kept, scores))
-
-    async def restored(self, kept: SpilledGroup) -> Group:
-        """Add a scored group from before the run was resumed, and return it with its new id."""
-        return self.change(lambda buffer: buffer.restored(kept))
-
-    async def failed(self, group_id: int, reason: DropReason) -> None:
-        """Drop a group in flight."""
-        self.change(lambda buffer: buffer.failed(group_id, reason))
-
-    async def set_served_version(self, version: int) -> None:
-        """Record that all generators sample under ``version`` or a later one."""
-        self.change(lambda buffer: buffer.set_served_version(version))
-
-    async def take(self) -> Batch:
-        """Wait for the next batch, remove it from the buffer and return it."""
-        return await self.until(lambda buffer: buffer.take())
-
-    async def committed(self, *, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
-        """Record that the batch was trained on, and return the decisions that follow."""
-        return self.change(
-            lambda buffer: buffer.committed(trainer_wait_share=trainer_wait_share, update=update)
-        )
-
-    def snapshot(self) -> BufferSnapshot:
-        """Return the state from which another buffer can continue."""
-        return self.state.snapshot()

@@ -2,7 +2,6 @@ from .algorithm import AlgorithmSection as AlgorithmSection
 from .buffer import AccountingPolicy as AccountingPolicy
 from .buffer import AccountingSection as AccountingSection
 from .buffer import AgeOf as AgeOf
-from .buffer import BatchOrder as BatchOrder
 from .buffer import BufferSection as BufferSection
 from .buffer import PayloadSection as PayloadSection
 from .buffer import Replacement as Replacement
@@ -145,7 +144,6 @@ from .environments import EndingsSection as EndingsSection
 from .generator import MIN_TEMPERATURE as MIN_TEMPERATURE
 from .model import ADAPTABLE as ADAPTABLE
 from .model import MAX_LORA_RANK as MAX_LORA_RANK
-from .rules import check_launcher as check_launcher
 from .run import CheckpointSection as CheckpointSection
 from .run import ShapeSection as ShapeSection
 from .run import WandbMode as WandbMode

@@ -1,11 +1,10 @@
 """Sections for the replay buffer: age and order of groups, rollout accounting, and memory for payloads."""
 
-from collections.abc import Iterator
 from enum import StrEnum
 
 from pydantic import Field
 
-from forgeasync.schema import Count, Gibibytes, Refusal, Section
+from forgeasync.schema import Count, Gibibytes, Section
 
 
 class StaleGroups(StrEnum):
@@ -29,15 +28,6 @@ class AgeOf(StrEnum):
     the trainer leaves out the tokens that are too old."""
 
 
-class BatchOrder(StrEnum):
-    """Order in which a batch takes complete groups."""
-
-    DEADLINE = "deadline"
-    """First the groups that will be too old soonest."""
-    COMPLETION = "completion"
-    """First the groups that were completed first."""
-
-
 class BufferSection(Section):
     """Settings of the replay buffer, which holds groups between sampling and training."""
 
@@ -45,7 +35,6 @@ class BufferSection(Section):
     age_of: AgeOf = AgeOf.OLDEST_TOKEN
     """Definition of a rollout's age. If the key is missing, it is ``token`` in runs with an environment,
     whose episodes can be long (except with ``weights.interruption: cancel_stale``)."""
-    order: BatchOrder = BatchOrder.DEADLINE
     max_groups: Count | None = None
     """Depth bound: maximum number of groups that are started and not yet trained on. null: only
     max_off_policy_steps bounds them, to (max_off_policy_steps + 1) * groups_per_step. If generation is faster
@@ -69,12 +58,6 @@ class BufferSection(Section):
     max_given_up_in_a_row: Count = 64
     """Number of groups in a row that may be refused or fail to be scored; then the run ends with an error."""
 
-    def find_problems(self) -> Iterator[Refusal]:
-        """Yield an order with which a waiting trainer could not proceed."""
-        if self.stale_groups is StaleGroups.WAIT and self.order is not BatchOrder.DEADLINE:
-            remedy = "needs buffer.stale_groups = 'drop': with 'wait', the earliest deadline must come first"
-            yield "order", remedy
-
 
 class AccountingPolicy(StrEnum):
     """Policy that keeps the composition (sources, lengths) of trained rollouts equal to that of submitted
@@ -82,8 +65,6 @@ class AccountingPolicy(StrEnum):
 
     NONE = "none"
     """Dropped groups are not compensated."""
-    WINDOWED_FIFO = "windowed_fifo"
-    """Batches take groups only from the ``window_groups`` oldest groups by start order."""
     EXACT = "exact"
     """Every dropped group leaves a deficit, which ``replacement`` compensates."""
 
@@ -103,18 +84,9 @@ class AccountingSection(Section):
     ones."""
 
     policy: AccountingPolicy = AccountingPolicy.EXACT
-    window_groups: Count | None = None
-    """Window size in groups; used with policy ``windowed_fifo``."""
     replacement: Replacement = Replacement.REISSUE
     max_weight: float = Field(default=4.0, gt=1.0, le=1e6)
     """Maximum weight of one group with replacement ``weight``; the rest of a deficit goes to later groups."""
-    metric_groups: Count = 1000
-    """Length of the trailing window of the composition metrics, in groups."""
-
-    def find_problems(self) -> Iterator[Refusal]:
-        """Yield a window that has no effect."""
-        if self.policy is not AccountingPolicy.WINDOWED_FIFO and self.window_groups is not None:
-            yield "window_groups", "needs accounting.policy = 'windowed_fifo'"
 
 
 class PayloadSection(Section):

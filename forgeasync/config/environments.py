@@ -101,8 +101,6 @@ class EpisodesSection(Section):
     """Maximum number of turns in an episode, for each agent."""
     max_attempts: int = Field(default=3, gt=0, le=100)
     """Maximum number of attempts at an episode whose ending has the policy ``run_again``."""
-    max_kv_usage: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
-    """KV cache usage above which a generator that has groups gets no further group."""
     setup_s: Seconds = 120.0
     """Time limit from the start of an episode to its first turn."""
     step_s: Seconds = 120.0

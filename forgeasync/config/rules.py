@@ -122,16 +122,12 @@ def _check_buffer(config: RunConfig) -> Iterator[Refusal]:
                 "must be 'oldest_token' with weights.interruption = 'cancel_stale': by other measures, a "
                 "group that is too old can become young enough again",
             )
-    for key in ("buffer.max_groups", "accounting.metric_groups"):
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
-        if value is not None and value < num_per_step:
-            remedy = f"must be at least algorithm.groups_per_step = {num_per_step}, one batch"
-            yield key, remedy
+    if buffer.max_groups is not None and buffer.max_groups < num_per_step:
+        yield "buffer.max_groups", f"must be at least algorithm.groups_per_step = {num_per_step}, one batch"
 
 
 def _check_accounting(config: RunConfig) -> Iterator[Refusal]:
-    accounting, buffer = config.accounting, config.buffer
+    accounting = config.accounting
     if (
         accounting.policy is AccountingPolicy.EXACT
         and accounting.replacement is Replacement.WEIGHT
@@ -141,30 +137,6 @@ def _check_accounting(config: RunConfig) -> Iterator[Refusal]:
             "accounting.replacement",
             "cannot be used with weights.interruption = 'cancel_stale': the lengths that cancelled responses "
             "would have had are unknown; use 'reissue'",
-        )
-    if accounting.policy is not AccountingPolicy.WINDOWED_FIFO:
-        return
-    window, num_per_step = accounting.window_groups, config.algorithm.groups_per_step
-    age_bound = (config.max_off_policy_steps + 1) * num_per_step
-    bound = min(age_bound, buffer.max_groups or age_bound)
-    if window is None or window < num_per_step:
-        yield (
-            "accounting.window_groups",
-            f"must be at least algorithm.groups_per_step = {num_per_step}: a batch takes all its groups from "
-            "the window",
-        )
-    elif window > bound:
-        yield (
-            "accounting.window_groups",
-            f"must be at most {bound}, the most groups that are ever in flight ((max_off_policy_steps + 1) * "
-            f"groups_per_step = {age_bound}, buffer.max_groups = {buffer.max_groups}); a larger window never "
-            "holds anything back",
-        )
-    if buffer.stale_groups is StaleGroups.WAIT and buffer.age_of is not AgeOf.OLDEST_TOKEN:
-        yield (
-            "buffer.age_of",
-            "must be 'oldest_token' with accounting.policy = 'windowed_fifo' and buffer.stale_groups = "
-            "'wait': measured otherwise, a group outside the window can be the most urgent one",
         )
 
 
@@ -216,12 +188,8 @@ def _check_offload(config: RunConfig) -> Iterator[Refusal]:
         )
 
 
-def check_launcher(config: RunConfig) -> list[Problem]:
-    """Check that the processes of each role divide evenly over the launcher's hosts and fit on them."""
-    return [refuse(config, *refusal) for refusal in _check_launcher(config)]
-
-
 def _check_launcher(config: RunConfig) -> Iterator[Refusal]:
+    """Check that the processes of each role divide evenly over the launcher's hosts and fit on them."""
     launcher, generator = config.launcher, config.generator
     if isinstance(launcher, LocalLauncher):
         return
@@ -610,8 +578,8 @@ def num_gpus_needed(config: RunConfig) -> int:
 def check_gpus(config: RunConfig, num_gpus: int, *, num_of_rewards: int = 0) -> Iterator[Problem]:
     """Check that ``num_gpus``, the GPUs of this machine, suffice, and find settings that need GPUs.
 
-    ``num_of_rewards`` of the GPUs are used by process reward models (``reward_gpus``). ``check_launcher``
-    checks the GPUs of hosts that a launcher starts.
+    ``num_of_rewards`` of the GPUs are used by process reward models (``reward_gpus``). The GPUs of hosts
+    that a launcher starts are checked by ``check_without_model``.
     """
     needed, generator, num_trainer = (
         num_gpus_needed(config),

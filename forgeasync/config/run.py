@@ -79,9 +79,6 @@ class ScorerSection(Section):
     max_in_flight: int = Field(default=16, gt=0, le=4096)
     """Maximum number of responses that one scorer handles at once; others wait in the queue. Rewards that
     wait for servers need a larger number."""
-    max_queued: int = Field(default=4096, gt=0, le=1048576)
-    """Maximum number of responses that wait for a scorer. When the queue is full, responses of unfinished
-    groups are scored later with their group, and finished groups wait."""
     num_workers: int = Field(default=2, gt=0, le=256)
     """Number of processes of each scorer that verify answers, one answer at a time each."""
     answer_limit_s: float = Field(default=3.0, ge=0.01, le=3600.0)

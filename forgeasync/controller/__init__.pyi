@@ -74,7 +74,6 @@ from .starting import start_roles as start_roles
 from .supervisor import End as End
 from .supervisor import Ending as Ending
 from .supervisor import MAX_STARTS_WITHOUT_STEP as MAX_STARTS_WITHOUT_STEP
-from .supervisor import Restart as Restart
 from .supervisor import RestartPolicy as RestartPolicy
 from .supervisor import Supervisor as Supervisor
 from .supervisor import is_death as is_death

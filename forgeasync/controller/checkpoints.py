@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from monarch.actor import ActorError
 
-from forgeasync.buffer import Update
+from forgeasync.buffer import ReplayBuffer, Update
 from forgeasync.checkpoints import (
     LAST,
     LAST_PUBLISHED,
@@ -40,7 +40,7 @@ from forgeasync.environments import digest_of
 from forgeasync.files import Refusal
 from forgeasync.models import FolderNotWritten, HfFolderWriter, model_folder, read_model_facts
 from forgeasync.observability import FaultLog, RunDir, StorageFaults, describe_error, root_cause
-from forgeasync.runtime import ActorDied, BufferActor, HostLost, TrainerRecovery
+from forgeasync.runtime import ActorDied, HostLost, RemoteBuffer, TrainerRecovery
 from forgeasync.schema import ConfigError, Problem
 from forgeasync.waiting import DeadlineExceeded, deadline
 from forgeasync.weights import (
@@ -59,11 +59,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FIRST_RETRY_S = 1.0
-"""Seconds from the first failed write of a checkpoint to the retry; doubles with each consecutive failure."""
-
-MAX_RETRY_S = 30.0
-"""Maximum seconds between two attempts."""
+RETRY_S = 10.0
+"""Seconds from a failed write of a checkpoint to the retry, which begins after the next step."""
 
 WAIT_S = 2.0
 """Seconds between attempts to write the last checkpoint or the export, and between checks for free space."""
@@ -83,8 +80,6 @@ class CheckpointTurns:
         """With ``every_steps`` None, no checkpoint is ever due."""
         self._every_steps = every_steps
         self._last_step = last_step
-        self._num_failures = 0
-        """Consecutive failures."""
         self._retry_at_s: float | None = None
 
     def is_turn(self, step: int) -> bool:
@@ -104,16 +99,15 @@ class CheckpointTurns:
 
     def written(self) -> None:
         """Record that the last checkpoint that was begun is complete."""
-        self._num_failures, self._retry_at_s = 0, None
+        self._retry_at_s = None
 
     def refused(self, now_s: float) -> None:
         """Record that the disk refused the last checkpoint that was begun."""
-        self._retry_at_s = now_s + min(MAX_RETRY_S, FIRST_RETRY_S * 2**self._num_failures)
-        self._num_failures += 1
+        self._retry_at_s = now_s + RETRY_S
 
     def lost(self, now_s: float) -> None:
         """Record that the last checkpoint was lost with its trainer; another can begin immediately."""
-        self._num_failures, self._retry_at_s = 0, now_s
+        self._retry_at_s = now_s
 
 
 class RunCheckpoints:
@@ -130,7 +124,7 @@ class RunCheckpoints:
         prepared: Prepared,
         *,
         trainer: TrainerRecovery,
-        buffer: BufferActor,
+        buffer: RemoteBuffer,
         recorder: RunRecorder,
         storage: StorageFaults,
         faults: FaultLog,
@@ -192,9 +186,7 @@ class RunCheckpoints:
         await self._settle()
         config = self._prepared.config
         # The ledger must be on the disk before a checkpoint that refers to it.
-        buffer = await self._storage.while_waiting(
-            self._buffer.checkpoint.call_one(), lambda: self._buffer.refusal.call_one()
-        )
+        buffer = await self._storage.while_waiting(self._buffer.checkpoint(), self._buffer.refusal)
         state = RunState(
             step=step,
             elapsed_s=self._recorder.elapsed_s,
@@ -237,9 +229,9 @@ class RunCheckpoints:
     async def write_now(self) -> int:
         """Write a checkpoint of a run that is stopping, at any point of a step; return its step."""
         version = await self._trainer.policy_version()
-        if (await self._buffer.snapshot.call_one()).trainer_version < version:
+        if (await self._buffer.change(ReplayBuffer.snapshot)).trainer_version < version:
             # The trainer has completed a step that the buffer does not know yet.
-            await self._buffer.committed.call_one(0.0, Update.UNKNOWN)
+            await self._buffer.change(ReplayBuffer.committed, trainer_wait_share=0.0, update=Update.UNKNOWN)
         await self._settle()
         # This version may have its checkpoint: a regular one, or the one that the run was resumed from.
         if version not in map(step_of, list_checkpoints(self.folder)):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from forgeasync.algorithms import Filtered
-from forgeasync.buffer import Batch, DropReason, StarvationDetector, Update
+from forgeasync.buffer import Batch, DropReason, ReplayBuffer, StarvationDetector, Update
 from forgeasync.checkpoints import checkpoint_bytes, export_bytes, list_checkpoints, step_of
 from forgeasync.config import Interruption, ModelFacts, RunConfig, num_groups_held
 from forgeasync.controller.preparation import Prepared
@@ -32,7 +32,7 @@ from forgeasync.rollouts import (
     file_name,
     largest_excess,
 )
-from forgeasync.runtime import BufferActor, GeneratorRouter, GroupScoring, TeacherFailure, Teachers, Unscored
+from forgeasync.runtime import GeneratorRouter, GroupScoring, RemoteBuffer, TeacherFailure, Teachers, Unscored
 
 
 def payload_budget(config: RunConfig, facts: ModelFacts) -> AsyncPayloadBudget:
@@ -51,7 +51,7 @@ class GroupLifecycle:
         prepared: Prepared,
         *,
         generators: GeneratorRouter,
-        buffer: BufferActor,
+        buffer: RemoteBuffer,
         scorer: GroupScoring,
         teaching: Teachers,
         payloads: AsyncPayloadBudget,
@@ -132,7 +132,9 @@ class GroupLifecycle:
         """
         self.starvation.came_through()
         kept = [scores[index] for index in filtered.kept]
-        lost = await self._buffer.scored.call_one(group.group_id, filtered.rewards, filtered.kept, kept)
+        lost = await self._buffer.change(
+            ReplayBuffer.scored, group.group_id, filtered.rewards, filtered.kept, kept
+        )
         if lost:
             await self.lose(lost)
         else:
@@ -151,7 +153,7 @@ class GroupLifecycle:
         """Give the buffer the finished groups that a resumed run found on the disk."""
         if self._resumed is not None:
             for kept in self._resumed.found.groups:
-                self.spiller.restored(await self._buffer.restored.call_one(kept))
+                self.spiller.restored(await self._buffer.change(ReplayBuffer.restored, kept))
 
     async def give_up(self, group_id: int, reason: DropReason, problem: str | None = None) -> None:
         """Give up a group; the buffer decides what is sampled in its place.
@@ -166,7 +168,7 @@ class GroupLifecycle:
             self.starvation.given_up(reason, problem)
         self._recorder.forget_records([group_id])
         await self._payloads.release(group_id)
-        await self._buffer.failed.call_one(group_id, reason)
+        await self._buffer.change(ReplayBuffer.failed, group_id, reason)
 
     async def drop(self, group: Group, reason: DropReason, problem: str | None = None) -> None:
         """Free the arrays of a sampled group and give it up."""
@@ -178,7 +180,9 @@ class GroupLifecycle:
 
         The arrays of the batch stay until ``free`` is called, once the trainer has finished with them.
         """
-        committed = await self._buffer.committed.call_one(trainer_wait_share, update)
+        committed = await self._buffer.change(
+            ReplayBuffer.committed, trainer_wait_share=trainer_wait_share, update=update
+        )
         self.spiller.trained(batch.trainer_version + 1, batch.groups)
         await self.lose(committed.lost)
         if committed.cancelled and self._config.weights.interruption is Interruption.CANCEL_STALE:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from forgeasync.buffer import Batch
+from forgeasync.buffer import Batch, ReplayBuffer
 from forgeasync.checkpoints import FINAL
 from forgeasync.config import LocalLauncher, RunConfig, named_sources
 from forgeasync.controller.checkpoints import RunCheckpoints, export, save_newest_weights
@@ -161,7 +161,7 @@ class RunLoops(ABC):
 
     async def submit(self, num_prompts: int) -> None:
         """Submit the next prompts, in the data's order, to the buffer."""
-        await self.buffer.submit.call_one([self._order.next() for _ in range(num_prompts)])
+        await self.buffer.change(ReplayBuffer.submit, [self._order.next() for _ in range(num_prompts)])
 
     async def evaluate_first(self) -> None:
         """Evaluate and record the initial model.
@@ -219,7 +219,7 @@ class RunLoops(ABC):
 
     async def with_ledger(self, call: Awaitable[T]) -> T:
         """Await a buffer call that waits for the ledger's disk; report the disk if it refuses writes."""
-        return await self.storage.while_waiting(call, lambda: self.buffer.refusal.call_one())
+        return await self.storage.while_waiting(call, self.buffer.refusal)
 
     def counters(self) -> dict[str, float]:
         """Return the counts of all parts of the run, by metric name."""
@@ -289,7 +289,7 @@ async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -
                 await run.run(manager, control)
                 console.phase(f"writing {run_dir.checkpoints / FINAL}")
                 await export(run.trainer, run_dir.checkpoints.resolve() / FINAL, prepared, run.storage)
-                await run.with_ledger(run.buffer.end.call_one())
+                await run.with_ledger(run.buffer.end())
                 await run.lifecycle.spiller.end()
         except BaseException as error:
             if run is not None:

@@ -14,9 +14,10 @@ import functools
 import time
 from collections.abc import Callable, Coroutine, Sequence
 
+from forgeasync.buffer import ReplayBuffer
 from forgeasync.config import WeightsSection
 from forgeasync.controller.recorder import RunRecorder
-from forgeasync.runtime import TEACHER_HOST, BufferActor, GeneratorRouter, TeacherEngines, TrainerRecovery
+from forgeasync.runtime import TEACHER_HOST, GeneratorRouter, RemoteBuffer, TeacherEngines, TrainerRecovery
 from forgeasync.weights import WeightExchange, WeightLedger
 
 
@@ -29,7 +30,7 @@ class WeightServing:
         *,
         trainer: TrainerRecovery,
         generators: GeneratorRouter,
-        buffer: BufferActor,
+        buffer: RemoteBuffer,
         recorder: RunRecorder,
         teachers: Sequence[TeacherEngines] = (),
         archive: Callable[[str | None], None] = lambda refusal: None,
@@ -103,7 +104,7 @@ class WeightServing:
                 for number, swap in swaps.items():
                     self._recorder.record_swap(swap)
                     # Before the generator counts as updated: the progress makes groups in flight younger.
-                    await self._buffer.progressed.call_one(swap.progress)
+                    await self._buffer.change(ReplayBuffer.progressed, swap.progress)
                     self._generators.record_swap(number, swap)
 
     async def _move(self, teacher: TeacherEngines, reader: int) -> None:
@@ -127,7 +128,7 @@ class WeightServing:
         version = 0
         while True:
             version = await self._generators.until_served(newer_than=version)
-            await self._buffer.set_served_version.call_one(version)
+            await self._buffer.change(ReplayBuffer.set_served_version, version)
 
     async def _publish(self) -> None:
         """Stage the current weights for each request, one version at a time."""

@@ -46,7 +46,6 @@ from forgeasync.planning import pair_cost, trainer_gpu_share
 from forgeasync.rollouts import Group, PromptEncoder, Score, StoredRollout, Task, steps_of
 from forgeasync.runtime import (
     TEACHER_HOST,
-    BufferActor,
     CancelledGroup,
     EndpointResponses,
     EnvironmentPool,
@@ -57,6 +56,7 @@ from forgeasync.runtime import (
     NoTrajectories,
     ProcessManager,
     RefusedGroup,
+    RemoteBuffer,
     ResponseGroups,
     SampledGroup,
     TeacherFailure,
@@ -99,7 +99,7 @@ class Roles:
     trainer: TrainerRecovery
     generators: GeneratorRouter
     scorer: GroupScoring
-    buffer: BufferActor
+    buffer: RemoteBuffer
     groups: GroupSampler
     teaching: Teachers
     faults: FaultLog

@@ -75,14 +75,6 @@ class End:
     """Message for the user; None: the run itself has reported its end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restart:
-    """Decision to restart the run, because it has died."""
-
-
-Decision = End | Restart
-
-
 def is_death(ending: Ending) -> bool:
     """Return whether a run has ended for another reason than completion, refusal or its user."""
     return ending.stopped_by is None and ending.exit_code not in (
@@ -102,8 +94,8 @@ class RestartPolicy:
         self._newest_step = newest_step
         self._num_without_step = 0
 
-    def after(self, ending: Ending) -> Decision:
-        """Record the ending of a start; return what to do."""
+    def after(self, ending: Ending) -> End | None:
+        """Record the ending of a start; return how the supervision ends, or None to restart the run."""
         if not is_death(ending):
             return End(exit_code=_exit_code(ending))
         if ending.has_ended:
@@ -113,7 +105,7 @@ class RestartPolicy:
         else:
             self._num_without_step += 1
         if self._num_without_step < MAX_STARTS_WITHOUT_STEP:
-            return Restart()
+            return None
         return End(
             exit_code=EXIT_FAILED,
             words=f"failed: {MAX_STARTS_WITHOUT_STEP} starts in a row made no new step (the newest one is "
@@ -222,18 +214,16 @@ class Supervisor:
                 has_ended=_size(self._run_dir.ledger) != ledger_bytes and has_ended(self._run_dir),
                 words=self._silence or _words(exit_code, _failure(self._run_dir.run_log, log_bytes)),
             )
-            decision = policy.after(ending)
+            end = policy.after(ending)
             if exit_code not in (0, EXIT_REFUSED):
-                resume = self._clean_up(ending, decision)
-            match decision:
-                case End():
-                    if decision.words is not None:
-                        _say(decision.words)
-                    return decision.exit_code
-                case Restart():
-                    if self._received is not None:
-                        return EXIT_SIGNAL + self._received
-                    _say(f"starting it again{'' if resume is None else f', with --resume {resume}'}")
+                resume = self._clean_up(ending, is_restarted=end is None)
+            if end is not None:
+                if end.words is not None:
+                    _say(end.words)
+                return end.exit_code
+            if self._received is not None:
+                return EXIT_SIGNAL + self._received
+            _say(f"starting it again{'' if resume is None else f', with --resume {resume}'}")
 
     def _start_and_wait(self, resume: str | None) -> int:
         """Start the run, wait for it, and return its exit code; reap the run's orphans meanwhile."""
@@ -278,7 +268,7 @@ class Supervisor:
         """End all remaining processes of the run, which have become descendants of this process."""
         end_all(_descendants, linger_s=0.0 if at_once else LINGER_S)
 
-    def _clean_up(self, ending: Ending, decision: End | Restart) -> str | None:
+    def _clean_up(self, ending: Ending, *, is_restarted: bool) -> str | None:
         """End the run's remaining processes, record its death, and prepare its folder for the next start.
 
         Returns the value of ``--resume`` for the next start; None: start from the beginning.
@@ -304,7 +294,7 @@ class Supervisor:
                 if ending.has_ended:
                     faults.recovered(fault, "had done everything before")
             resume = self._next_resume()
-            if isinstance(decision, Restart) and resume is None:
+            if is_restarted and resume is None:
                 words += begin_anew(folder)
             for line in words:
                 _say(line)

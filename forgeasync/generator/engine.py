@@ -425,15 +425,15 @@ class GeneratorEngine:
     async def cancel(self, group_ids: Sequence[int]) -> None:
         """Cancel groups between two steps; groups that have ended meanwhile are ignored."""
         self._groups.cancel(group_ids)
-        await self._client.between_steps(
-            lambda core: self._client.end_requests(core, self._groups.cancelled_requests(core)),
-            needs_drain=False,
-        )
+        await self._end_cancelled()
 
     async def cancel_episode(self, episode: EngineEpisode) -> None:
         """Cancel one episode between two steps, for example because its environment worker died."""
         episode.is_cancelled = True
         self._groups.cancel_episode(episode.number)
+        await self._end_cancelled()
+
+    async def _end_cancelled(self) -> None:
         await self._client.between_steps(
             lambda core: self._client.end_requests(core, self._groups.cancelled_requests(core)),
             needs_drain=False,
@@ -502,12 +502,6 @@ class GeneratorEngine:
             num_generated_tokens=self._num_generated_tokens,
             busy_s=self.busy.total_s,
             num_log_failures=self._recorder.num_failures,
-        )
-
-    async def kv_usage(self) -> float:
-        """Return the share of the KV cache that running requests hold."""
-        return await self._client.between_steps(
-            lambda core: scheduler_of(core).kv_cache_manager.usage, needs_drain=False
         )
 
     def shutdown(self) -> None:

@@ -173,7 +173,6 @@ def progress_lines(
         ),
         "generators": (
             number("generator/num_healthy", "{:.0f} healthy"),
-            number("generator/num_suspect", "{:.0f} suspect", is_shown=bool),
             number("generator/num_starting", "{:.0f} starting", is_shown=bool),
         ),
         "faults": (

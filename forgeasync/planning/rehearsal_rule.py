@@ -430,12 +430,9 @@ def _reduce_batch(draft: Draft) -> None:
         "a group for each generator, two rollouts for each data-parallel rank",
     )
     scale = groups / before
-    for key, value in (
-        ("buffer.max_groups", config.buffer.max_groups),
-        ("accounting.window_groups", config.accounting.window_groups),
-    ):
-        if value is not None:
-            draft.set(key, max(groups, math.floor(value * scale)), "as many batches as before")
+    if config.buffer.max_groups is not None:
+        depth = max(groups, math.floor(config.buffer.max_groups * scale))
+        draft.set("buffer.max_groups", depth, "as many batches as before")
     if config.buffer.max_in_flight is not None:
         in_flight = max(1, math.floor(config.buffer.max_in_flight * scale))
         draft.set("buffer.max_in_flight", in_flight, "as many batches as before")

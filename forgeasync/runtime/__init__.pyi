@@ -1,6 +1,6 @@
 from .bootstrap_main import STOP_SIGNALS as STOP_SIGNALS
-from .buffer import BufferActor as BufferActor
 from .buffer import BufferReport as BufferReport
+from .buffer import RemoteBuffer as RemoteBuffer
 from .buffer import start_buffer as start_buffer
 from .environment import agent_roles as agent_roles
 from .environment_pool import EnvironmentPool as EnvironmentPool
@@ -110,7 +110,6 @@ from .supervised import RestartsFail as RestartsFail
 from .supervised import Spawned as Spawned
 from .supervised import SupervisedPool as SupervisedPool
 from .teacher import TeacherRecorder as TeacherRecorder
-from .teachers import OutageBackoff as OutageBackoff
 from .teachers import Teacher as Teacher
 from .trainer import SerialExecutor as SerialExecutor
 from .trainer import TrainerActor as TrainerActor

@@ -1,30 +1,20 @@
 """The replay buffer in a separate process, and its supervision.
 
-Who waits for whom: see ``forgeasync.buffer.replay_buffer``. Calls overlap freely, and wait in this process.
-Only metadata of groups is sent here; their arrays stay where they were sampled.
+Who waits for whom: see ``open_buffer`` of ``forgeasync.buffer``. Calls overlap freely, and wait in this
+process. Only metadata of groups is sent here; their arrays stay where they were sampled.
 """
 
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from forgeasync.buffer import (
-    Batch,
-    BufferSnapshot,
-    CheckpointedBuffer,
-    Committed,
-    DropReason,
-    ReplayBuffer,
-    ResumedBuffer,
-    Start,
-    Update,
-    open_buffer,
-)
+from forgeasync.buffer import CheckpointedBuffer, DropReason, ReplayBuffer, ResumedBuffer, open_buffer
 from forgeasync.config import RunConfig
 from forgeasync.files import Refusal
 from forgeasync.observability import (
@@ -39,9 +29,11 @@ from forgeasync.observability import (
     span,
     started,
 )
-from forgeasync.rollouts import Group, GroupProgress, Score, SpilledGroup, Task
 from forgeasync.runtime.process_manager import ProcessManager
 from forgeasync.runtime.supervised import ActorDied, Spawned, Supervised, SupervisedPool, call_limit
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,65 +81,16 @@ class BufferActor(Actor):
         """Answer, to show that the event loop runs."""
 
     @concurrent_endpoint
-    async def submit(self, tasks: Sequence[Task]) -> None:
-        """Submit prompts."""
-        await self._buffer.submit(tasks)
+    async def change(
+        self, act: Callable[..., T], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> T:
+        """Call a method of the buffer; see ``RemoteBuffer``."""
+        return self._buffer.change(lambda buffer: act(buffer, *arguments, **keywords))
 
     @concurrent_endpoint
-    async def start(self, most: int) -> tuple[tuple[Start, ...], int]:
-        """Wait until a group may start; return up to ``most`` starts, and the number of prompts to submit."""
-        return await self._buffer.start(most)
-
-    @concurrent_endpoint
-    async def progressed(self, groups: Sequence[GroupProgress]) -> None:
-        """Record the progress of running groups that a generator reports at an update."""
-        await self._buffer.progressed(groups)
-
-    @concurrent_endpoint
-    async def finished(self, group: Group) -> None:
-        """Add a sampled group."""
-        await self._buffer.finished(group)
-
-    @concurrent_endpoint
-    async def scored(
-        self,
-        group_id: int,
-        rewards: Sequence[float],
-        kept: Sequence[int],
-        scores: Sequence[Score] | None = None,
-    ) -> tuple[Group, ...]:
-        """Complete a group; return the groups that are too old to train on."""
-        return await self._buffer.scored(group_id, rewards, kept, scores)
-
-    @concurrent_endpoint
-    async def restored(self, kept: SpilledGroup) -> Group:
-        """Add a finished group from before the run was resumed; return it with its new id."""
-        return await self._buffer.restored(kept)
-
-    @concurrent_endpoint
-    async def failed(self, group_id: int, reason: DropReason) -> None:
-        """Drop a group."""
-        await self._buffer.failed(group_id, reason)
-
-    @concurrent_endpoint
-    async def set_served_version(self, version: int) -> None:
-        """Record that all generators sample with ``version``."""
-        await self._buffer.set_served_version(version)
-
-    @concurrent_endpoint
-    async def take(self) -> Batch:
-        """Wait for the next batch."""
-        return await self._buffer.take()
-
-    @concurrent_endpoint
-    async def committed(self, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
-        """Record that the batch was trained on."""
-        return await self._buffer.committed(trainer_wait_share=trainer_wait_share, update=update)
-
-    @concurrent_endpoint
-    async def snapshot(self) -> BufferSnapshot:
-        """Return the state from which a buffer can continue."""
-        return self._buffer.snapshot()
+    async def until(self, attempt: Callable[..., T | None], arguments: tuple[Any, ...]) -> T:
+        """Call a method of the buffer until it succeeds; see ``RemoteBuffer``."""
+        return await self._buffer.until(lambda buffer: attempt(buffer, *arguments))
 
     @concurrent_endpoint
     async def checkpoint(self) -> CheckpointedBuffer:
@@ -172,6 +115,34 @@ class BufferActor(Actor):
     async def end(self) -> None:
         """Write the last line of the ledger, after the run's last step."""
         await self._buffer.end()
+
+
+class RemoteBuffer:
+    """The replay buffer in its process. ``change`` and ``until`` are those of ``Monitor``.
+
+    await buffer.change(ReplayBuffer.finished, group)
+    batch = await buffer.until(ReplayBuffer.take)
+    """
+
+    def __init__(self, actor: BufferActor) -> None:
+        self.checkpoint, self.report = actor.checkpoint.call_one, actor.report.call_one
+        self.refusal, self.end = actor.refusal.call_one, actor.end.call_one
+        self._actor = actor
+
+    async def change(
+        self, act: Callable[Concatenate[ReplayBuffer, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call a method of the buffer and return its result."""
+        result: T = await self._actor.change.call_one(act, args, kwargs)
+        return result
+
+    async def until(
+        self, attempt: Callable[Concatenate[ReplayBuffer, P], T | None], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call a method of the buffer, again after each change, until it does not return None."""
+        assert not kwargs
+        result: T = await self._actor.until.call_one(attempt, args)
+        return result
 
 
 class BufferProcess(SupervisedPool[Supervised[BufferActor]]):
@@ -224,8 +195,8 @@ class BufferProcess(SupervisedPool[Supervised[BufferActor]]):
 
 async def start_buffer(
     processes: ProcessManager, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None = None
-) -> BufferActor:
-    """Start the replay buffer, empty or restored; its endpoints are called with ``call_one``.
+) -> RemoteBuffer:
+    """Start the replay buffer, empty or restored.
 
     ``ledger`` is the file that records what happens to prompts.
     """
@@ -243,4 +214,4 @@ async def start_buffer(
     await watch.start(1)
     processes.buffer = watch
     (buffer,) = watch.replicas
-    return buffer.actor
+    return RemoteBuffer(buffer.actor)

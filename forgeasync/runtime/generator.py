@@ -540,11 +540,6 @@ class GeneratorActor(Actor):
         return await self._engine.parameters()
 
     @concurrent_endpoint
-    async def kv_usage(self) -> float:
-        """Return the share of the engine's KV cache that running requests hold."""
-        return await self._engine.kv_usage()
-
-    @concurrent_endpoint
     async def stats(self) -> EngineStats:
         """Return the engine's counts since its start, and the memory of its processes."""
         return dataclasses.replace(self._engine.stats(), memory=self._memory.peak())

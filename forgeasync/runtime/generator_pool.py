@@ -40,9 +40,6 @@ from forgeasync.waiting import Monitor, happens_within
 
 logger = logging.getLogger(__name__)
 
-SUSPECT_SHARE = 0.5
-"""A generator gets no new groups once a heartbeat takes this share of ``generator.heartbeat_s``."""
-
 SpawnReplica = Callable[[int, int], Awaitable[Spawned[GeneratorActor]]]
 """Starts the process of a rank and a number, and loads its engine."""
 
@@ -209,7 +206,6 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         num_tokens = self._num_tokens_kept + self._num_tokens_lost
         return {
             "generator/num_healthy": table.count(ReplicaState.HEALTHY),
-            "generator/num_suspect": table.count(ReplicaState.SUSPECT),
             "generator/num_starting": table.count(ReplicaState.STARTING) + table.count(ReplicaState.STALE),
             "generator/num_lost": table.count(ReplicaState.DEAD),
             "generator/num_removed": table.count(ReplicaState.REMOVED),
@@ -305,17 +301,13 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
     # Health.
 
     def _look_at(self, replica: LiveReplica) -> str | None:
-        if (what := super()._look_at(replica)) is not None:
-            return what
-        if is_engine_dead(replica.heartbeat.error):
+        what = super()._look_at(replica)
+        if what is None and is_engine_dead(replica.heartbeat.error):
             return "has an engine that has died"
-        if replica.heartbeat.silent_s > SUSPECT_SHARE * self._section.heartbeat_s:
-            self.table.change(lambda table: table.suspect(replica.number))
-        return None
+        return what
 
     def _heard(self, replica: LiveReplica, answer: EngineStats) -> None:
         self.heard(replica, answer)
-        self.table.change(lambda table: table.clear(replica.number))
 
 
 async def spawn_engine(

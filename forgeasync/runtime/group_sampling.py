@@ -8,7 +8,6 @@ import asyncio
 import dataclasses
 import functools
 import itertools
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -295,10 +294,6 @@ MIN_ROLLOUTS = 2
 lowers it."""
 
 
-ADMISSION_S = 0.5
-"""Seconds between two checks of a KV cache that is nearly full."""
-
-
 def without_texts(rollout: StoredRollout) -> StoredRollout:
     """Return a rollout without its texts."""
     branches = tuple(dataclasses.replace(branch, text="") for branch in rollout.branches)
@@ -335,9 +330,6 @@ class GroupEpisodes:
         self._group_size = group_size
         self._sampling = sampling
         self._section = section
-        self._num_groups: Counter[int] = Counter()
-        self.num_admission_waits = 0
-        """Number of groups that had to wait for space in a generator's KV cache."""
         # Groups outside the buffer have negative ids.
         self._evaluation_ids = itertools.count(-1, -1)
 
@@ -353,10 +345,7 @@ class GroupEpisodes:
             try:
                 for num_lost in range(self._max_lost_per_group):
                     try:
-                        async with (
-                            self._generators.pinned(self._group_size, group_id) as replica,
-                            self._admitted(replica),
-                        ):
+                        async with self._generators.pinned(self._group_size, group_id) as replica:
                             if group is None:
                                 group = EpisodeGroup(
                                     group_id=group_id,
@@ -431,26 +420,6 @@ class GroupEpisodes:
             )
         self._pool.forget_moves(group.group_id)
 
-    @asynccontextmanager
-    async def _admitted(self, replica: LiveReplica) -> AsyncIterator[None]:
-        """Wait while the generator's KV cache is nearly full, unless it runs no group.
-
-        A group that starts then would only evict others from the cache, which would be recomputed.
-        """
-        has_waited = False
-        number = replica.number
-        while self._num_groups[number] and (
-            await self._generators.kv_usage(replica) > self._section.max_kv_usage
-        ):
-            self.num_admission_waits += not has_waited
-            has_waited = True
-            await asyncio.sleep(ADMISSION_S)
-        self._num_groups[number] += 1
-        try:
-            yield
-        finally:
-            self._num_groups[number] -= 1
-
     def _start(self, group: EpisodeGroup, index: int, first_attempt: int = 0) -> "asyncio.Future[EndedRun]":
         running = asyncio.ensure_future(self._run(group, index, first_attempt))
         running.add_done_callback(forget)
@@ -458,7 +427,7 @@ class GroupEpisodes:
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the run began, and current values, by their names in metrics.jsonl."""
-        return self._pool.metrics() | {"environment/num_admission_waits": self.num_admission_waits}
+        return self._pool.metrics()
 
     async def score(
         self, task: Task, *, sampling: SamplingSection, seed: int | None, keeps_record: bool = False

@@ -2,9 +2,9 @@
 
 The states:
 
-    starting ──► stale ──► healthy ◄──► suspect
-        └──────────────────►  │            │          every state but the last two:
-                              ▼            ▼             ──► dead (its process has died, or was killed)
+    starting ──► stale ──► healthy        every state but the last two:
+        └──────────────────►  │              ──► dead (its process has died, or was killed)
+                              ▼
                            draining ──► removed
 
 A generator starts with version 0, the model folder. It is healthy at once if no version was published yet.
@@ -24,15 +24,13 @@ class ReplicaState(StrEnum):
     STALE = "stale"
     """It runs, but its weights are not the newest yet."""
     HEALTHY = "healthy"
-    SUSPECT = "suspect"
-    """It does not answer; it keeps its groups and gets no new ones."""
     DRAINING = "draining"
     """It finishes its groups and is then removed."""
     DEAD = "dead"
     REMOVED = "removed"
 
 
-LIVE = frozenset({ReplicaState.STALE, ReplicaState.HEALTHY, ReplicaState.SUSPECT, ReplicaState.DRAINING})
+LIVE = frozenset({ReplicaState.STALE, ReplicaState.HEALTHY, ReplicaState.DRAINING})
 """States in which generators answer calls and load versions."""
 
 ENDED = frozenset({ReplicaState.DEAD, ReplicaState.REMOVED})
@@ -128,23 +126,6 @@ class ReplicaTable:
         if one.state is ReplicaState.STALE and version >= self.served:
             self._heal(one)
         self._settle()
-
-    def suspect(self, number: int) -> None:
-        """Assign no new groups to a healthy generator until ``clear``."""
-        one = self._replicas[number]
-        if one.state is ReplicaState.HEALTHY:
-            one.state = ReplicaState.SUSPECT
-            self._settle()
-
-    def clear(self, number: int) -> None:
-        """End the suspicion of a generator."""
-        one = self._replicas[number]
-        if one.state is not ReplicaState.SUSPECT:
-            return
-        if one.version >= self.served:
-            self._heal(one)
-        else:
-            one.state = ReplicaState.STALE
 
     def drain(self, number: int) -> None:
         """Assign no more groups to a generator; it can be removed once it has none."""

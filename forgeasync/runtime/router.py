@@ -301,14 +301,6 @@ class GeneratorRouter:
         call = f"dropping the episodes of group {group_id}"
         await self._ask_all([replica], call, lambda one: one.actor.drop_episodes.call_one(group_id))
 
-    async def kv_usage(self, replica: LiveReplica) -> float:
-        """Return the share of a generator's KV cache that running requests hold.
-
-        Raises:
-            ProcessLost: the generator is lost.
-        """
-        return await self._ask(replica, "telling how full its KV cache is", replica.actor.kv_usage.call_one)
-
     async def _ask(
         self,
         replica: LiveReplica,

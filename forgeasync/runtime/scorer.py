@@ -43,36 +43,12 @@ from forgeasync.scoring import (
 from forgeasync.waiting import deadline
 
 
-class _Verified:
-    """A built-in verifier, which sees texts only."""
-
-    def __init__(self, pool: VerifierPool, *, num_workers: int, limit_s: float) -> None:
-        self._pool = pool
-        self._scoring = ResponseScoring[str, Score](pool.score, num_workers=num_workers, limit_s=limit_s)
-        self.start = pool.start
-
-    async def score(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]:
-        return await self._scoring.score(task, [response.text for response in responses])
-
-    @property
-    def version(self) -> str:
-        return self._pool.version
-
-    @property
-    def counts(self) -> VerifierCounts:
-        return self._pool.counts
-
-    def close(self) -> None:
-        self._scoring.close()
-        self._pool.close()
-
-
-class _InProcesses:
-    """A reward with its own processes: a user's reward, or a process reward model."""
+class _Pooled:
+    """A reward with its own processes: a verifier, a user's reward, or a process reward model."""
 
     def __init__(
         self,
-        pool: RewardPool | ProcessRewardPool,
+        pool: VerifierPool | RewardPool | ProcessRewardPool,
         *,
         most_calls: int,
         limit_s: float,
@@ -92,7 +68,9 @@ class _InProcesses:
         return words
 
     def _score_rollouts(self, task: Task, rollouts: Sequence[tuple[int, Response]]) -> tuple[Score, ...]:
-        """Make one call; its errors name the rollouts."""
+        """Make one call; its errors name the rollouts. Verifiers see texts only."""
+        if isinstance(self._pool, VerifierPool):
+            return tuple(self._pool.score(task, response.text) for _, response in rollouts)
         first, last = rollouts[0][0], rollouts[-1][0]
         name = f"rollout {first}" if first == last else f"rollouts {first} to {last}"
         return self._pool.score(task, [response for _, response in rollouts], name)
@@ -142,16 +120,15 @@ class RunRewards:
             member = Judge(reward, num_replicas=self._section.num_replicas)
         elif isinstance(reward, PythonReward):
             pool, is_whole = RewardPool(reward, self._section.num_workers), reward.scores is ScoredUnit.GROUP
-            member = _InProcesses(pool, most_calls=most_calls, limit_s=self._limit_s, is_whole=is_whole)
+            member = _Pooled(pool, most_calls=most_calls, limit_s=self._limit_s, is_whole=is_whole)
         elif isinstance(reward, ProcessRewardModel):
-            member = _InProcesses(ProcessRewardPool(reward), most_calls=most_calls, limit_s=self._limit_s)
+            member = _Pooled(ProcessRewardPool(reward), most_calls=most_calls, limit_s=self._limit_s)
         else:
             choice = verifier_choice(reward, source, seed=seed)
             limits = reward.model_dump_json(exclude={"weight", "name"}).encode()
             setup = CHOICE_CODEC.dump_json(choice) + limits
-            num_workers = min(self._section.num_workers, most_calls)
-            verifiers = VerifierPool(choice, self._section)
-            member = _Verified(verifiers, num_workers=num_workers, limit_s=self._limit_s)
+            pooled = VerifierPool(choice, self._section)
+            member = _Pooled(pooled, most_calls=most_calls, limit_s=self._limit_s)
         return self._by_setup.setdefault(setup, member)
 
     def start(self) -> str:

@@ -6,17 +6,14 @@ scores of groups. A failure costs at most one response's group.
 """
 
 import asyncio
-import dataclasses
 import functools
 import logging
-import math
 import operator
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from forgeasync.config import (
-    JudgeReward,
     NamedSource,
     PythonReward,
     RunConfig,
@@ -38,11 +35,9 @@ from forgeasync.runtime.supervised import (
     Spawned,
     Supervised,
     SupervisedPool,
-    diagnose_hang,
     spawn_local,
 )
 from forgeasync.scoring import Assignment, Dispatcher, DispatchOutcome
-from forgeasync.waiting import Monitor, forget
 
 logger = logging.getLogger(__name__)
 
@@ -65,19 +60,12 @@ class ScorerProcesses(SupervisedPool[Scorer]):
         spawn: SpawnScorer,
         section: ScorerSection,
         *,
-        limit_s: float,
         faults: FaultLog,
         listing: ProcessListFile,
         on_change: Callable[[int, bool], None] = lambda rank, is_up: None,
     ) -> None:
-        """``limit_s`` is the maximum time of a call once the scorer has started on it, which the scorer
-        enforces.
-
-        A scorer has at most ``scorer.max_in_flight`` responses and scores at least ``num_workers`` of them at
-        once. So no call takes more than that many rounds, and a scorer that takes longer is replaced.
-        ``on_change`` is called with a place and whether it has a process, whenever that changes after the
-        start.
-        """
+        """``on_change`` is called with a place and whether it has a process, whenever that changes after the
+        start."""
         super().__init__(
             Role.SCORER,
             Supervised[ScorerActor],
@@ -88,14 +76,8 @@ class ScorerProcesses(SupervisedPool[Scorer]):
             listing=listing,
         )
         self._section = section
-        self._rounds = math.ceil(section.max_in_flight / section.num_workers) + 1
-        self._backstop_s = limit_s * self._rounds
         self._on_change = on_change
         self._budgets = [RestartBudget(section.max_restarts) for _ in range(section.num_replicas)]
-        self._counts = [VerifierCounts()] * section.num_replicas
-        """Last known counts of all processes of each place."""
-        self._lost_counts = [VerifierCounts()] * section.num_replicas
-        """Last known counts of the lost processes of each place."""
 
     async def score(
         self, rank: int, task: Task, responses: Sequence[Response], first: int
@@ -111,24 +93,11 @@ class ScorerProcesses(SupervisedPool[Scorer]):
         scorer = self.at(rank)
         if scorer is None:
             raise ProcessLost(f"{self.name_of(rank, 0)} is gone")
-        overdue = asyncio.ensure_future(self._lose_overdue(scorer))
-        try:
-            scored = await scorer.call(lambda: scorer.actor.score.call_one(task, responses, first))
-        finally:
-            overdue.add_done_callback(forget)
-            overdue.cancel()
+        scored = await scorer.call(lambda: scorer.actor.score.call_one(task, responses, first))
         if isinstance(scored, Unavailable):
             return scored
         self._budgets[rank].reset()
-        # Replies can arrive out of order, and counts only increase.
-        self._counts[rank] = self._counts[rank].merged(self._lost_counts[rank] + scored.counts)
-        return dataclasses.replace(scored, counts=self._counts[rank])
-
-    async def _lose_overdue(self, scorer: Scorer) -> None:
-        await asyncio.sleep(self._backstop_s)
-        limit = f"{self._rounds} times its limit: scorer.max_in_flight, scorer.num_workers"
-        what = f"has not scored a response within {self._backstop_s:g} s ({limit})"
-        self.lose(scorer, what, await diagnose_hang(self.role, scorer.proc))
+        return scored
 
     def name_of(self, rank: int, number: int) -> str:
         """Return the name of a scorer, for messages."""
@@ -140,7 +109,6 @@ class ScorerProcesses(SupervisedPool[Scorer]):
             self._on_change(replica.rank, True)
 
     def _on_lost(self, replica: Scorer, fault: Fault) -> bool:
-        self._lost_counts[replica.rank] = self._counts[replica.rank]
         self._on_change(replica.rank, False)
         failure = self._exhausted(replica.rank, f"{fault.who} {fault.what}")
         self._failure = self._failure or failure
@@ -207,38 +175,43 @@ class ScoreQueue:
         self._calls = tuple(calls)
         self._section = section
         self._clock = clock
-        self._dispatch = Monitor(Dispatcher(len(calls), section, retry_wait_s=retry_wait_s))
+        self._dispatch = Dispatcher(len(calls), section, retry_wait_s=retry_wait_s)
         self._jobs: dict[int, _Job] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._counts = [VerifierCounts()] * len(calls)
-        """Counts of each replica."""
+        """Last known counts of all processes of each replica."""
+        self._lost_counts = [VerifierCounts()] * len(calls)
+        """Last known counts of its lost processes."""
         self._memory: MemoryPeak | None = None
 
-    async def score(
+    def score(
         self, name: str, task: Task, responses: Sequence[Response], *, first: int = 0
-    ) -> tuple[Score, ...] | Unscored:
-        """Return one score per response, or why there are none; ``name`` names the responses in messages.
+    ) -> "asyncio.Future[tuple[Score, ...] | Unscored]":
+        """Start scoring; return a future with one score per response, or why there are none.
 
-        Waits while the queue is full. ``first`` is the index of the first response in its group. If the
-        caller is cancelled, the responses are withdrawn.
+        ``name`` names the responses in messages. ``first`` is the index of the first response in its group.
+        Cancel the future to withdraw the responses.
         """
-        number = await self._dispatch.until(lambda dispatch: dispatch.submit(self._clock()))
-        return await self._begin(number, name, task, responses, first)
-
-    def try_score(
-        self, name: str, task: Task, responses: Sequence[Response], *, first: int
-    ) -> "asyncio.Future[tuple[Score, ...] | Unscored] | None":
-        """Start scoring if the queue has space, else return None. Cancel the future to withdraw."""
-        number = self._dispatch.change(lambda dispatch: dispatch.submit(self._clock()))
-        return None if number is None else self._begin(number, name, task, responses, first)
+        number = self._dispatch.submit(self._clock())
+        job = _Job(
+            name=name,
+            task=task,
+            responses=responses,
+            first=first,
+            result=asyncio.get_running_loop().create_future(),
+        )
+        self._jobs[number] = job
+        job.result.add_done_callback(lambda result: self._forget(number))
+        self._pump()
+        return job.result
 
     def set_up(self, rank: int, is_up: bool) -> None:
         """Record that a replica runs, or is lost with all its calls."""
         if is_up:
-            self._dispatch.change(lambda dispatch: dispatch.replica_up(rank))
+            self._dispatch.replica_up(rank)
         else:
-            now_s = self._clock()
-            for number in self._dispatch.change(lambda dispatch: dispatch.replica_down(rank, now_s)):
+            self._lost_counts[rank] = self._counts[rank]
+            for number in self._dispatch.replica_down(rank, self._clock()):
                 job = self._jobs[number]
                 job.problem = f"lost its scorer {self._section.max_lost} times: its process was gone"
                 self._give_up(job)
@@ -247,7 +220,7 @@ class ScoreQueue:
     def metrics(self) -> dict[str, float]:
         """Return counts since the run began and the scorers' memory, by their names in metrics.jsonl."""
         memory = {} if self._memory is None else self._memory.metrics("scorer")
-        dispatch, counts = self._dispatch.state, self._dispatch.state.counts
+        dispatch, counts = self._dispatch, self._dispatch.counts
         return (
             functools.reduce(operator.add, self._counts).metrics()
             | memory
@@ -263,33 +236,18 @@ class ScoreQueue:
             }
         )
 
-    def _begin(
-        self, number: int, name: str, task: Task, responses: Sequence[Response], first: int
-    ) -> "asyncio.Future[tuple[Score, ...] | Unscored]":
-        job = _Job(
-            name=name,
-            task=task,
-            responses=responses,
-            first=first,
-            result=asyncio.get_running_loop().create_future(),
-        )
-        self._jobs[number] = job
-        job.result.add_done_callback(lambda result: self._forget(number))
-        self._pump()
-        return job.result
-
     def _forget(self, number: int) -> None:
         """Remove an item that has ended, or whose caller was cancelled."""
         job = self._jobs.pop(number)
         for call in job.calls:
             call.cancel()
-        self._dispatch.change(lambda dispatch: dispatch.withdraw(number))
+        self._dispatch.withdraw(number)
         self._pump()
 
     def _pump(self) -> None:
         """Start all calls that can start, and schedule the next call of this method for the next item."""
         now_s = self._clock()
-        while (assignment := self._dispatch.change(lambda dispatch: dispatch.next(now_s))) is not None:
+        while (assignment := self._dispatch.next(now_s)) is not None:
             job = self._jobs[assignment.item]
             call = asyncio.get_running_loop().create_task(self._call(job, assignment))
             job.calls.add(call)
@@ -297,13 +255,13 @@ class ScoreQueue:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due_s = self._dispatch.state.next_due_s(now_s)
+        due_s = self._dispatch.next_due_s(now_s)
         if due_s is not None:
             self._timer = asyncio.get_running_loop().call_later(due_s - now_s, self._pump)
 
     async def _call(self, job: _Job, assignment: Assignment) -> None:
         """Make one call and report its outcome to the dispatcher."""
-        dispatch = self._dispatch.state
+        dispatch = self._dispatch
         scores: tuple[Score, ...] = ()
         try:
             answer = await self._calls[assignment.replica](job.task, job.responses, job.first)
@@ -331,7 +289,6 @@ class ScoreQueue:
             job.result.set_result(scores)
         elif fate is DispatchOutcome.GIVEN_UP:
             self._give_up(job)
-        self._dispatch.wake()
         self._pump()
 
     def _give_up(self, job: _Job) -> None:
@@ -347,7 +304,8 @@ class ScoreQueue:
             ValueError, TypeError: a response has no score.
         """
         # Replies can arrive out of order, and counts and peaks only increase.
-        self._counts[replica] = self._counts[replica].merged(answer.counts)
+        counts = self._lost_counts[replica] + answer.counts
+        self._counts[replica] = self._counts[replica].merged(counts)
         self._memory = largest((self._memory, answer.memory))
         scores = tuple(answer.scores)
         if len(scores) != len(job.responses):
@@ -392,19 +350,17 @@ class GroupScoring:
         return self._pool.isolation
 
     def finished(self, group_id: int, task: Task, index: int, response: Response) -> None:
-        """Start scoring a response of a group that is still being sampled, if the queue has space.
+        """Start scoring a response of a group that is still being sampled.
 
         ``score_group`` or ``forget`` must follow.
         """
         if self._compares(task):
             return
         name = f"response {index} of group {group_id}"
-        scoring = self._pool.try_score(name, task, [response], first=index)
-        if scoring is not None:
-            before = self._early.setdefault(group_id, {})
-            if index in before:
-                before[index][1].cancel()
-            before[index] = response, scoring
+        before = self._early.setdefault(group_id, {})
+        if index in before:
+            before[index][1].cancel()
+        before[index] = response, self._pool.score(name, task, [response], first=index)
 
     def forget(self, group_id: int) -> None:
         """Withdraw the responses of a group that will not be scored."""
@@ -442,8 +398,7 @@ class GroupScoring:
                 return await self._pool.score(name, task, responses)
             for index in sorted(set(range(len(responses))) - begun.keys()):
                 one = f"response {index} of {name}" if len(responses) > 1 else name
-                scored = self._pool.score(one, task, [responses[index]], first=index)
-                begun[index] = asyncio.ensure_future(scored)
+                begun[index] = self._pool.score(one, task, [responses[index]], first=index)
             # The group has no scores if any response has none, so the first such response ends the wait.
             for scoring in asyncio.as_completed(begun.values()):
                 if isinstance(result := await scoring, Unscored):
@@ -487,7 +442,6 @@ async def start_scorer(processes: ProcessManager, config: RunConfig) -> GroupSco
     scorers = processes.scorer = ScorerProcesses(
         spawn,
         section,
-        limit_s=_longest_call_s(sources, config),
         faults=processes.faults,
         listing=processes.listing,
         on_change=lambda rank, is_up: pool.set_up(rank, is_up),
@@ -504,10 +458,3 @@ async def start_scorer(processes: ProcessManager, config: RunConfig) -> GroupSco
 def _compares(source: NamedSource) -> bool:
     """Return whether a reward of a source scores all responses of a group at once."""
     return any(isinstance(one, PythonReward) and one.scores is ScoredUnit.GROUP for one in source.rewards)
-
-
-def _longest_call_s(sources: Sequence[NamedSource], config: RunConfig) -> float:
-    """Return the longest time that a scorer takes for a response."""
-    rewards = (one for source in sources for one in source.rewards)
-    limits_s = (one.limit_s for one in rewards if isinstance(one, JudgeReward))
-    return max([config.timeouts.score_s, *limits_s])

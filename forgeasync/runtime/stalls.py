@@ -172,25 +172,14 @@ class StallPolicy:
         return self._stall
 
 
-def awaited_calls(tasks: "Iterable[asyncio.Task[Any]]", about: Sequence[str] = ()) -> str:
+def awaited_calls(tasks: "Iterable[asyncio.Task[Any]]") -> str:
     """Return in one line what tasks wait for: the loop, its line, and the innermost function of the call.
 
-    A call that several tasks wait for is named once, with their number. With ``about``, only tasks whose code
-    contains one of these words are named, if there are any. Tasks that sleep between polls, that supervise
-    processes, or that run no code of the run are left out. Tasks of apps come first.
+    A call that several tasks wait for is named once, with their number. Tasks that sleep between polls, that
+    supervise processes, or that run no code of the run are left out. Tasks of apps come first.
     """
-    found: Counter[tuple[bool, str]] = Counter()
-    relevant: Counter[tuple[bool, str]] = Counter()
-    for task in tasks:
-        own = [] if task.done() else _own_frames(task)
-        if not own:
-            continue
-        call = _call(own)
-        found[call] += 1
-        text = " ".join([call[1], *(f"{_place(frame)} {frame.f_code.co_qualname}" for frame in own)]).lower()
-        if any(word in text for word in about):
-            relevant[call] += 1
-    ordered = sorted((relevant or found).items())
+    all_own = (_own_frames(task) for task in tasks if not task.done())
+    ordered = sorted(Counter(_call(own) for own in all_own if own).items())
     named = [words if count == 1 else f"{words} ({count} of these)" for (_, words), count in ordered]
     if len(named) > MAX_CALLS:
         named = [*named[:MAX_CALLS], f"{len(named) - MAX_CALLS} more"]

@@ -28,7 +28,7 @@ from forgeasync.observability import Fault, FaultLog, ProcessListFile, Role, des
 from forgeasync.processes import NotEnded, end_all, marked_processes
 from forgeasync.runtime.hosts import LOCAL_HOST_ID, LocalHost, stop
 from forgeasync.runtime.placement import spawn_role
-from forgeasync.runtime.stalls import LIMIT_S, awaited_calls
+from forgeasync.runtime.stalls import LIMIT_S
 from forgeasync.waiting import DeadlineExceeded, deadline, forget
 
 if TYPE_CHECKING:
@@ -56,16 +56,6 @@ PEER_END_S = 1.0
 
 ANSWER_S = LIMIT_S + 2.0
 """Time limit for reading the stacks of a process on its host, in seconds."""
-
-CALLERS = {
-    Role.TRAINER: ("trainer",),
-    Role.GENERATOR: ("router", "replica", "generator"),
-    Role.TEACHER: ("teach",),
-    Role.SCORER: ("scor",),
-    Role.ENVIRONMENT: ("environment", "episode"),
-    Role.BUFFER: ("buffer",),
-}
-"""Words in the names of functions that call each role."""
 
 T = TypeVar("T")
 ActorT = TypeVar("ActorT")
@@ -348,14 +338,12 @@ async def stacks_of(host: "Host", pid: int) -> str:
         return f"its stack is not known: host {host.id} does not answer ({type(error).__name__})"
 
 
-async def diagnose_hang(role: Role, *processes: Proc) -> str:
-    """Return the stacks of a role's processes, and the controller's calls that wait for it, in one line."""
-    # Read the calls first, since they may end while the stacks are read.
-    calls = awaited_calls(asyncio.all_tasks() - {asyncio.current_task()}, CALLERS[role])
+async def diagnose_hang(*processes: Proc) -> str:
+    """Return the stacks of processes in one line."""
     stacks = await asyncio.gather(*(stacks_of(one.host, one.pid) for one in processes))
     if len(stacks) > 1:
         stacks = [f"process {one.pid}: {stack}" for one, stack in zip(processes, stacks, strict=True)]
-    return f"{'; '.join(stacks)}; the controller waits in {calls or 'no call to it'}"
+    return "; ".join(stacks)
 
 
 # --- Pools ---
@@ -553,7 +541,7 @@ class SupervisedPool(Generic[ReplicaT]):
             if has_ended:
                 self.lose(replica, "has died")
             elif not replica.lost.is_set() and (what := self._look_at(replica)) is not None:
-                self.lose(replica, what, await diagnose_hang(self.role, replica.proc))
+                self.lose(replica, what, await diagnose_hang(replica.proc))
 
     def lose(self, replica: ReplicaT, what: str, evidence: str | None = None) -> None:
         """Give up a process: all calls to it end, it is killed, and its replacement is started.

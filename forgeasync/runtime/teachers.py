@@ -61,10 +61,6 @@ TEACHER_HOST = 0
 """All engines of a teacher are on the controller's machine."""
 
 
-LONGEST_WAIT_S = 15.0
-"""Maximum time between two requests of a waiting group to an unavailable server, in seconds."""
-
-
 class TeacherEngines(GeneratorRouter):
     """Engines of the run, which are supervised like generators and may load published weights like them."""
 
@@ -161,24 +157,6 @@ class Teacher:
 
 
 @dataclass(slots=True)
-class OutageBackoff:
-    """Waits of one group for an unavailable server."""
-
-    _since_s: float | None = None
-    _num_waits: int = 0
-
-    def wait_s(self, section: TeacherSection, error: RewardUnavailable, now_s: float) -> float | None:
-        """Return the seconds until the next request; None if the group has waited for long enough."""
-        assert section.endpoint is not None, "engines of the run are lost, not away"
-        self._since_s = now_s if self._since_s is None else self._since_s
-        if now_s - self._since_s >= section.endpoint.max_unavailable_s:
-            return None
-        self._num_waits += 1
-        longest_s = max(LONGEST_WAIT_S, error.retry_after_s)
-        return min(longest_s, error.retry_after_s * 2 ** min(self._num_waits - 1, 10))
-
-
-@dataclass(slots=True)
 class Teachers:
     """All teachers of a run; empty if the loss needs none."""
 
@@ -260,7 +238,7 @@ class Teachers:
         reads: Sequence[TeacherReads],
     ) -> tuple[StoredRollout, ...] | TeacherFailure:
         call = f"teacher {teacher.name} looking at group {group_id}"
-        num_left, away = teacher.section.max_attempts, OutageBackoff()
+        num_left, endpoint, away_since_s = teacher.section.max_attempts, teacher.section.endpoint, None
         while True:
             try:
                 async with deadline(self.score_limit_s, call=call, key="timeouts.score_s"):
@@ -268,9 +246,12 @@ class Teachers:
             except (ProcessLost, DeadlineExceeded) as error:
                 found = TeacherFailure(problem=str(error))
             except RewardUnavailable as error:
-                if (wait_s := away.wait_s(teacher.section, error, time.monotonic())) is not None:
+                assert endpoint is not None, "engines of the run are lost, not unavailable"
+                now_s = time.monotonic()
+                away_since_s = now_s if away_since_s is None else away_since_s
+                if now_s - away_since_s < endpoint.max_unavailable_s:
                     self._num_retried += 1
-                    await asyncio.sleep(wait_s)
+                    await asyncio.sleep(error.retry_after_s)
                     continue
                 found, num_left = TeacherFailure(problem=str(error)), 0
             if not isinstance(found, TeacherFailure):

@@ -402,26 +402,24 @@ class TrainerActor(Actor):
             )
 
     @concurrent_endpoint
-    async def begin_staging(self, slot: int) -> float:
+    async def begin_staging(self, slot: int) -> None:
         """Start copying this rank's part of the current weights into a staging buffer.
 
-        Returns the seconds that this took; then the next call may train. ``finish_staging`` must follow.
+        Afterwards the next call may train. ``finish_staging`` must follow.
 
         Raises:
             NonFiniteWeights: on every rank, if any rank's weights have nan or inf.
         """
 
-        def begin() -> float:
-            start_s = time.perf_counter()
+        def begin() -> None:
             trainer = self._trainer
             with doing(State.PUBLISHING), span("begin publishing", {"version": trainer.policy_version}):
                 trainer.require_finite_weights(f"publishing version {trainer.policy_version}")
                 publication = self._publisher.begin(slot, trainer.policy_version, trainer.published_weights())
             trainer.let_read(publication.until_copied)
             self._publications[slot] = publication
-            return time.perf_counter() - start_s
 
-        return await self._thread.call(begin)
+        await self._thread.call(begin)
 
     @concurrent_endpoint
     async def finish_staging(self, slot: int) -> StagedShard:

@@ -33,7 +33,6 @@ from forgeasync.weights import (
     WeightLayout,
     WeightSet,
     build_transport,
-    require_reach,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +55,6 @@ class TrainerMesh:
     """
 
     def __init__(self, actors: TrainerActor, num_procs: int, timeouts: TimeoutSection) -> None:
-        self._actors = actors
         self._ranks = [actors.slice(procs=rank) for rank in range(num_procs)]
         self._timeouts = timeouts
         self._data_ranks: list[int] = []
@@ -298,7 +296,7 @@ class TrainerMesh:
             NonFiniteWeights: the weights have nan or inf; ``when_begun`` is not called.
         """
         what, key = f"staging {self._staged}", "weights_s"
-        waited_s = await self._on_every_rank(lambda actor, _: actor.begin_staging.call_one(slot), what, key)
+        await self._on_every_rank(lambda actor, _: actor.begin_staging.call_one(slot), what, key)
         when_begun()
         async with self._deadline(what, key):
             shards = await self._together(lambda actor, _: actor.finish_staging.call_one(slot))
@@ -309,8 +307,6 @@ class TrainerMesh:
             layout_digest=self.weight_layout.digest,
             checksums=tuple(shard.checksums for shard in shards),
             patches=tuple(shard.patches for shard in shards),
-            waited_s=max(waited_s),
-            staging_s=max(shard.staging_s for shard in shards),
             archive_refusal=next(filter(None, (shard.archive_refusal for shard in shards)), None),
         )
 
@@ -424,7 +420,6 @@ async def connect_weights(
     transport = build_transport(choice)
     teacher_hosts = [host for one in teachers for host in one.pool.hosts]
     readers = (*generator_hosts, *teacher_hosts)
-    require_reach(transport, choice, (host.id for host in (*trainer_hosts, *readers)))
     await transport.start(processes.spawn_here)
     layout = await trainer.lay_out_weights(published_dtype(config), config.weights.delta is Delta.EXACT)
     staged = [NUM_SLOTS * rank.buffer_bytes for rank in layout.ranks]

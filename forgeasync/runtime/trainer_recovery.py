@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -80,7 +79,7 @@ class RunningTrainer:
                 await self._look_at_processes()
                 for one, heartbeat in zip(self.mesh.members, heartbeats, strict=True) if asks else ():
                     if not self.lost.is_set() and (what := heartbeat.look()) is not None:
-                        evidence = await diagnose_hang(Role.TRAINER, one)
+                        evidence = await diagnose_hang(one)
                         if not self.lost.is_set():
                             self._lose(_name(one), what, ActorDied(f"{_name(one)} {what}"), evidence)
                 await happens_within(LOOK_S, self.lost.wait())
@@ -108,7 +107,7 @@ class RunningTrainer:
         if self.lost.is_set():
             return True
         if isinstance(error, DeadlineExceeded):
-            evidence = await diagnose_hang(Role.TRAINER, *self.mesh.members)
+            evidence = await diagnose_hang(*self.mesh.members)
             if not self.lost.is_set():
                 self._lose("the trainer", f"is stuck: {error}", error, evidence)
         elif isinstance(error, ActorError) and _is_of_collective(error.exception):
@@ -150,16 +149,6 @@ Minibatches = list[list[list[list[TrainingItem]]]]
 """Items of a batch, by minibatch, data rank and row."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Checkpoint:
-    """A checkpoint that was begun and may be incomplete."""
-
-    folder: Path
-    run_state: bytes
-    keep: int
-    version: int
-
-
 class TrainerRecovery:
     """The trainer mesh for the loops of a run, with restarts; ``start`` begins its supervision."""
 
@@ -190,8 +179,8 @@ class TrainerRecovery:
         self._steps: Monitor[StepMemory[Minibatches]] = Monitor(StepMemory(first_version=first_version))
         self._budget = RestartBudget(self._section.max_restarts)
         self._snapshot_folders: list[Path] = []
-        self._checkpoint: _Checkpoint | None = None
-        self._lost_checkpoint: Path | None = None
+        self._checkpoint: Path | None = None
+        """Folder of the checkpoint that was begun last, until it is finished."""
         self._first_error: Exception | None = None
         """Reason for the first loss since the last complete step."""
         self._num_started = 1
@@ -306,22 +295,29 @@ class TrainerRecovery:
 
     async def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
         """See ``TrainerMesh``."""
-        checkpoint = _Checkpoint(
-            folder=folder, run_state=run_state, keep=keep, version=self._steps.state.completed
-        )
-        await self._call(lambda mesh: _begin(mesh, checkpoint))
-        self._checkpoint = checkpoint
+
+        async def begin(mesh: TrainerMesh) -> None:
+            if not is_whole(folder):
+                # A lost trainer may have begun it. Other checkpoints stay: one of them may be in progress.
+                remove_partial(folder)
+                await mesh.begin_checkpoint(folder, run_state=run_state, keep=keep)
+
+        await self._call(begin)
+        self._checkpoint = folder
 
     async def finish_checkpoint(self) -> None:
         """See ``TrainerMesh``.
 
         Raises:
-            CheckpointLost: it was left incomplete, and the run has continued from a later step; raised once.
+            CheckpointLost: the trainer was lost while it wrote it; raised once.
         """
+        folder, self._checkpoint = self._checkpoint, None
         await self._call(lambda mesh: mesh.finish_checkpoint())
-        lost, self._lost_checkpoint, self._checkpoint = self._lost_checkpoint, None, None
-        if lost is not None:
-            raise CheckpointLost(f"checkpoint {lost} was not finished: the trainer was lost as it wrote it")
+        if folder is not None and not is_whole(folder):
+            remove_partial(folder)
+            words = f"checkpoint {folder.name} was not finished: the trainer was lost as it wrote it"
+            self._tell(words)
+            raise CheckpointLost(words)
 
     async def is_writing_checkpoint(self) -> bool:
         """See ``TrainerMesh``."""
@@ -419,18 +415,10 @@ class TrainerRecovery:
         await set_up_trainer(trainer, self._setup_now())
         await trainer.connect(self._generators)
         version = await self._open_snapshots(trainer)
-        is_written = await self._begin_checkpoint_again(trainer, version)
         for step, minibatches in self._steps.state.after(version):
             await trainer.train_items(minibatches, step=step)
             self._num_trained_again += 1
             version = step
-            is_written = await self._begin_checkpoint_again(trainer, version) or is_written
-        if self._checkpoint is not None and not is_written:
-            self._tell(
-                f"checkpoint {self._checkpoint.folder.name} was not finished: there is none of its step"
-            )
-            remove_partial(self._checkpoint.folder)
-            self._lost_checkpoint, self._checkpoint = self._checkpoint.folder, None
         sources = await trainer.reopen_staging(before)
         for act in self._on_new_buffers:
             act()
@@ -449,19 +437,3 @@ class TrainerRecovery:
         if folder is None or is_whole(folder):
             return self._setup
         return dataclasses.replace(self._setup, resume_from=None)
-
-    async def _begin_checkpoint_again(self, trainer: TrainerMesh, version: int) -> bool:
-        """Write a checkpoint of ``version`` that was left incomplete; return whether it will be complete."""
-        checkpoint = self._checkpoint
-        if checkpoint is None or is_whole(checkpoint.folder):
-            return checkpoint is not None
-        if checkpoint.version == version:
-            await _begin(trainer, checkpoint)
-        return checkpoint.version == version
-
-
-async def _begin(mesh: TrainerMesh, checkpoint: _Checkpoint) -> None:
-    if not is_whole(checkpoint.folder):
-        # A lost trainer may have begun it. Other checkpoints stay: one of them may be in progress.
-        remove_partial(checkpoint.folder)
-        await mesh.begin_checkpoint(checkpoint.folder, run_state=checkpoint.run_state, keep=checkpoint.keep)

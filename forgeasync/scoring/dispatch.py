@@ -103,10 +103,8 @@ class Dispatcher:
         """Number of items that are assigned to a replica."""
         return len(self._items) - len(self._waiting)
 
-    def submit(self, now_s: float) -> int | None:
-        """Add an item; return its number, or None if ``scorer.max_queued`` items wait."""
-        if len(self._waiting) >= self._section.max_queued:
-            return None
+    def submit(self, now_s: float) -> int:
+        """Add an item; return its number."""
         item, self._next_item = self._next_item, self._next_item + 1
         self._items[item] = _Item(ready_s=now_s)
         self._waiting[item] = None

@@ -164,6 +164,8 @@ class VerifierPool:
         self._bubblewrap = bubblewrap
         self._processes: list[VerifierProcess] = []
         self._idle: queue.LifoQueue[VerifierProcess] = queue.LifoQueue()
+        self.num_places = section.num_workers
+        """Maximum number of concurrent calls."""
         self._lock = threading.Lock()
         self._num_unverified: Counter[ScoreStatus] = Counter()
 

@@ -216,8 +216,6 @@ class TokenPlaces:
 class TrainingItem:
     """One branch of a rollout of a batch, by reference, with its advantages and its weight."""
 
-    generator_rank: int
-    """Rank of the generator that holds the arrays."""
     branch: StoredBranch
     advantages: tuple[AdvantageSpan, ...]
     weight: float
@@ -287,7 +285,6 @@ def items_of(
     """Return one item for each branch of a rollout; all have its advantages."""
     return [
         TrainingItem(
-            generator_rank=rollout.generator_rank,
             branch=branch,
             advantages=advantages,
             weight=weight,

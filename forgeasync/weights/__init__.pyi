@@ -45,7 +45,6 @@ from .transports.transport import Transport as Transport
 from .transports.transport import build_transport as build_transport
 from .transports.transport import check_transport as check_transport
 from .transports.transport import connect_transports as connect_transports
-from .transports.transport import require_reach as require_reach
 
 # Only tests import these.
 from .fetcher import byte_ranges as byte_ranges

@@ -53,8 +53,6 @@ class StagedShard:
     version: int
     checksums: np.ndarray
     """Checksum of every block, uint64."""
-    staging_s: float
-    """Seconds from the start of the copies until the shard was staged, while training continued."""
     patches: tuple[Patch, ...] = ()
     """Patches from older versions, newest first."""
     archive_refusal: str | None = None
@@ -71,10 +69,6 @@ class Manifest:
     layout_digest: str
     checksums: tuple[np.ndarray, ...]
     """Checksums of every rank's blocks, by rank."""
-    waited_s: float
-    """Seconds until training could continue, of the slowest rank: checking weights and starting copies."""
-    staging_s: float
-    """Seconds from the start of the copies until the version was staged, of the slowest rank."""
     patches: tuple[tuple[Patch, ...], ...] = ()
     """Patches of every rank, newest first, by rank; empty without ``weights.delta``."""
     archive_refusal: str | None = None

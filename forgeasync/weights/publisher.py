@@ -6,7 +6,6 @@ of the publisher completes the copies. The optimizer waits for them before it ch
 """
 
 import asyncio
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -29,7 +28,6 @@ class Publication:
         self._publisher = publisher
         self._version = version
         self._slot = slot
-        self._start_s = time.perf_counter()
         self._content = publisher.copying.submit(write.finish)
         # In the same thread, so that ``flush_archive`` waits for versions that are still being copied.
         self._archived = publisher.copying.submit(self._archive)
@@ -53,7 +51,6 @@ class Publication:
             rank=publisher.layout.rank,
             version=self._version,
             checksums=content.checksums,
-            staging_s=time.perf_counter() - self._start_s,
             patches=content.patches,
             archive_refusal=refusal,
         )

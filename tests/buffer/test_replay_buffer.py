@@ -1,13 +1,10 @@
 """The replay buffer's promises on histories made by hand."""
 
-import asyncio
-
 import msgspec
 import pytest
 
 from forgeasync.buffer import (
     ATTEMPT_STRIDE,
-    AsyncReplayBuffer,
     BufferSnapshot,
     Deadlines,
     DropReason,
@@ -15,14 +12,7 @@ from forgeasync.buffer import (
     known_reference,
     reference_version,
 )
-from forgeasync.config import (
-    AccountingPolicy,
-    AccountingSection,
-    AgeOf,
-    BatchOrder,
-    BufferSection,
-    StaleGroups,
-)
+from forgeasync.config import AgeOf, BufferSection, StaleGroups
 from forgeasync.rollouts import Group, GroupProgress
 from tests.support.buffer_world import (
     EXACT,
@@ -39,10 +29,6 @@ from tests.support.rollouts import make_stored_rollout
 
 def make_dropping_world(groups_per_step: int, k: int, **options: object) -> BufferWorld:
     return make_world(groups_per_step, k, stale_groups=StaleGroups.DROP, **options)
-
-
-def windowed(num_groups: int) -> AccountingSection:
-    return AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=num_groups)
 
 
 def test_synchronous_starts_exactly_one_batch_and_waits_for_all_of_it() -> None:
@@ -112,12 +98,11 @@ def test_generators_wait_where_the_bound_kept_groups_from_starting() -> None:
     assert world.buffer.metrics()["load/generators_wait"] == 0.0
 
 
-@pytest.mark.parametrize(("order", "first"), [(BatchOrder.COMPLETION, 3), (BatchOrder.DEADLINE, 1)])
-def test_a_batch_takes_what_came_first_or_is_due_first(order: BatchOrder, first: int) -> None:
-    world = make_dropping_world(1, 3, order=order)
+def test_a_batch_takes_what_started_first_of_equal_deadlines() -> None:
+    world = make_dropping_world(1, 3)
     started(world)
     complete(world, 3, 1)
-    assert taken(world) == [first]
+    assert taken(world) == [1]
 
 
 def leave_behind(world: BufferWorld) -> None:
@@ -156,17 +141,6 @@ def test_exact_accounting_gives_up_on_a_prompt_after_max_attempts() -> None:
     assert world.sampling[group_id].task.task_id == "1", "the next prompt's turn"
 
 
-def test_window_holds_back_what_overtakes_by_too_much() -> None:
-    world = make_dropping_world(1, 3, accounting=windowed(2))
-    assert started(world) == [0, 1, 2, 3]
-    complete(world, 2, 3)
-    assert taken(world) is None, "groups 0 and 1 are the window"
-    complete(world, 1)
-    assert taken(world) == [1]
-    assert taken(world) == [2], "it came inside for group 1"
-    assert taken(world) == [3]
-
-
 def test_two_stragglers_are_not_left_to_share_one_last_step() -> None:
     # Groups 0 and 1 started at version 0 and may be trained on at step 2 at the latest, one per step: step 1
     # must not go to group 3, though it is complete.
@@ -189,29 +163,8 @@ def test_two_stragglers_are_not_left_to_share_one_last_step() -> None:
     assert taken(world) == [1]
 
 
-def test_expired_group_at_the_head_of_the_window_holds_nothing_back() -> None:
-    world = make_dropping_world(2, 1, accounting=windowed(3))
-    assert started(world) == [0, 1, 2, 3]
-    world.decode(0)
-    complete(world, 1, 2)
-    assert taken(world) == [1, 2]
-    world.decode(3)
-    world.serve(1)
-    assert started(world) == [4, 5]
-    complete(world, 4, 5)
-    assert taken(world) is None, "0, 3 and 4 are the window, and 0 and 3 are under way"
-    complete(world, 3)
-    assert taken(world) == [3, 4]
-    assert world.cancellable == {0}
-    world.serve(2)
-    assert started(world) == [6, 7]
-    world.decode(6)
-    complete(world, 7)
-    assert taken(world) == [5, 7], "the window is 5, 6 and 7: 0 is too old to wait for"
-
-
-def test_expired_group_that_turns_out_younger_can_train_whatever_the_window() -> None:
-    world = make_dropping_world(1, 1, accounting=windowed(2), age_of=AgeOf.NEWEST_TOKEN)
+def test_expired_group_that_turns_out_younger_can_train() -> None:
+    world = make_dropping_world(1, 1, age_of=AgeOf.NEWEST_TOKEN)
     assert started(world) == [0, 1]
     world.end_one(0)
     leave_behind(world)
@@ -251,7 +204,7 @@ def test_progress_of_groups_that_are_not_sampled_is_no_news() -> None:
     world.finish(0)
     for group_id in (0, 99):
         progress = GroupProgress(group_id=group_id, version=1, num_running=2, num_tokens=5)
-        world.buffer.progressed(progress)
+        world.buffer.progressed([progress])
     world.score(0)
     complete(world, 1)
     assert taken(world) == [0], "what was sampled is known: nothing of it is newer, and its deadline stays"
@@ -306,31 +259,25 @@ def test_what_filters_drop_is_not_missed() -> None:
 
 
 @pytest.mark.parametrize(("most", "expected"), [(1, [1, 1]), (3, [3, 3]), (99, [4, 2])])
-async def test_groups_start_together_as_far_as_bounds_allow(most: int, expected: list[int]) -> None:
-    world = make_world(4, 1, max_groups=6)
-    buffer = AsyncReplayBuffer(world.buffer)
+def test_groups_start_together_as_far_as_bounds_allow(most: int, expected: list[int]) -> None:
+    buffer = make_world(4, 1, max_groups=6).buffer
     found: list[int] = []
     for num_groups in expected:
-        await buffer.submit([make_task(number) for number in range(world.buffer.num_wanted)])
-        some, num_wanted = await buffer.start(most)
-        assert num_wanted == world.buffer.num_wanted == len(some) == num_groups
+        buffer.submit(make_task(number) for number in range(buffer.num_wanted))
+        some, num_wanted = buffer.start_groups(most)
+        assert num_wanted == buffer.num_wanted == len(some) == num_groups
         found += [one.group_id for one in some]
     assert found == list(range(sum(expected)))
 
 
-async def test_a_batch_makes_room_for_the_next_group_before_it_is_trained_on() -> None:
-    """Whoever waits for the depth bound is woken by the batch, not only by its commit."""
-    buffer = AsyncReplayBuffer(make_world(1, 1, max_groups=1).buffer)
-    await buffer.submit([make_task(0), make_task(1)])
-    (start,), _ = await buffer.start(9)
-    waiting = asyncio.create_task(buffer.start(9))
-    rollouts = tuple(make_stored_rollout((0, 0, 4)) for _ in range(2))
-    await buffer.finished(Group(group_id=0, draw_id=start.draw_id, task=start.task, rollouts=rollouts))
-    await buffer.scored(0, (1.0, 0.0), (0, 1))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    await buffer.take()
-    (next_start,), _ = await waiting
+def test_a_batch_makes_room_for_the_next_group_before_it_is_trained_on() -> None:
+    world = make_world(1, 1, max_groups=1)
+    assert started(world) == [0]
+    complete(world, 0)
+    world.buffer.submit([make_task(9)])
+    assert world.buffer.start_groups(9) is None
+    assert world.buffer.take() is not None
+    (next_start,), _ = world.buffer.start_groups(9)
     assert next_start.group_id == 1
 
 
@@ -355,7 +302,7 @@ def test_a_restored_buffer_starts_what_was_lost_and_goes_on() -> None:
     assert [start.group_id for start in starts] == [6, 7, 8, 9, 10, 11]
     assert [start.draw_id % ATTEMPT_STRIDE for start in starts] == [2, 3, 4, 5, 6, 7]
     assert starts[1].draw_id > ATTEMPT_STRIDE, "another attempt draws anew"
-    again.buffer.submit(make_task(8))
+    again.buffer.submit([make_task(8)])
     metrics = again.buffer.metrics()
     assert metrics["buffer/num_restarted"] == 3 and metrics["buffer/num_reissued"] == 1
     assert again.buffer.num_trained == 2 and again.buffer.num_submitted == 9

@@ -6,14 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.buffer import DropReason
-from forgeasync.config import (
-    AccountingPolicy,
-    AccountingSection,
-    AgeOf,
-    BatchOrder,
-    BufferSection,
-    StaleGroups,
-)
+from forgeasync.config import AccountingPolicy, AccountingSection, AgeOf, BufferSection, StaleGroups
 from tests.support.buffer_world import EXACT, WEIGHT, BufferWorld, complete
 
 ACCOUNTINGS = [AccountingSection(policy=AccountingPolicy.NONE), EXACT, WEIGHT]
@@ -24,21 +17,14 @@ def worlds(draw: st.DrawFn, stale_groups: StaleGroups) -> BufferWorld:
     """A world at its beginning, with any bounds."""
     groups_per_step = draw(st.integers(1, 4))
     max_groups = st.none() | st.integers(groups_per_step, groups_per_step + 6)
-    window = st.builds(
-        AccountingSection,
-        policy=st.just(AccountingPolicy.WINDOWED_FIFO),
-        window_groups=st.integers(groups_per_step, groups_per_step + 4),
-    )
-    waits = stale_groups is StaleGroups.WAIT
     section = BufferSection(
         stale_groups=stale_groups,
         age_of=draw(st.sampled_from(AgeOf)),
-        order=BatchOrder.DEADLINE if waits else draw(st.sampled_from(BatchOrder)),
         max_groups=draw(max_groups),
         max_in_flight=draw(st.none() | st.integers(1, 6)),
         adapt_load=draw(st.booleans()),
     )
-    accounting = draw(st.sampled_from(ACCOUNTINGS) | window)
+    accounting = draw(st.sampled_from(ACCOUNTINGS))
     k = draw(st.integers(0, 5))
     return BufferWorld(groups_per_step=groups_per_step, k=k, section=section, accounting=accounting)
 
@@ -90,9 +76,8 @@ def test_dropping_bounds_ages_and_comes_to_the_next_batch(world: BufferWorld, da
 
 def test_memory_does_not_grow_with_the_length_of_a_run() -> None:
     sizes = []
-    accounting = AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=6, metric_groups=50)
     section = BufferSection(stale_groups=StaleGroups.DROP, max_groups=12)
-    world = BufferWorld(groups_per_step=4, k=2, section=section, accounting=accounting)
+    world = BufferWorld(groups_per_step=4, k=2, section=section, accounting=EXACT)
     for step in range(600):
         world.start_all()
         ids = sorted(world.sampling)

@@ -12,7 +12,7 @@ from forgeasync.buffer import (
     Submission,
     plan_restore,
 )
-from forgeasync.config import AgeOf, BatchOrder, BufferSection, StaleGroups
+from forgeasync.config import AgeOf, BufferSection, StaleGroups
 from forgeasync.rollouts import Group, SpilledGroup
 from tests.support.buffer_world import make_snapshot, make_task, make_world
 from tests.support.ledger_histories import LedgerWorld
@@ -93,7 +93,7 @@ def test_the_buffer_takes_restored_groups_as_if_they_had_come_in_their_time() ->
     world = make_world(2, 1, longest_first=False)
     world.buffer.restore(snapshot(2, 6, p4=0, p5=0), batches=[(4, 7), (5, 6)], num_groups=4)
     for prompt in (6, 7, 8, 9):
-        world.buffer.submit(make_task(prompt))
+        world.buffer.submit([make_task(prompt)])
     buffer = world.buffer
     for prompt in (4, 5, 6):
         buffer.restored(kept(prompt))
@@ -132,7 +132,6 @@ SECTIONS = [
     {"max_in_flight": 2},
     {"adapt_load": True},
     {"stale_groups": StaleGroups.DROP},
-    {"stale_groups": StaleGroups.DROP, "order": BatchOrder.COMPLETION},
 ]
 
 

@@ -14,7 +14,6 @@ from apps.verify import main
 from forgeasync.buffer import (
     CheckpointedBuffer,
     DropReason,
-    JournaledBuffer,
     LedgerPosition,
     ReplayBuffer,
     ResumedBuffer,
@@ -52,34 +51,39 @@ class JournaledRun:
             state.restore(resumed.snapshot)
         self.folder = folder
         ledger, before = folder / "ledger.jsonl", resumed and ResumedBuffer(checkpointed=resumed)
-        self.buffer: JournaledBuffer = open_buffer(state, ledger, config, before)
+        self.buffer = open_buffer(state, ledger, config, before)
         self._version = state.snapshot().trainer_version
         self._num_submitted = state.num_submitted
         self._num_skipped = 0
         self._num_dropped: Counter[DropReason] = Counter()
 
+    def change(self, act: Callable[..., object], *args: object, **kwargs: object) -> None:
+        self.buffer.change(lambda buffer: act(buffer, *args, **kwargs))
+
     async def sample(self) -> Group:
         """Sample the next prompt's group."""
         if not self.buffer.state.num_pending:
-            await self.buffer.submit([make_task(self._num_submitted), make_task(self._num_submitted + 1)])
+            self.change(
+                ReplayBuffer.submit, [make_task(self._num_submitted), make_task(self._num_submitted + 1)]
+            )
             self._num_submitted += 2
-        (start,), _ = await self.buffer.start(1)
+        (start,), _ = await self.buffer.until(lambda buffer: buffer.start_groups(1))
         rollout = make_stored_rollout((self._version, 0, 4))
         group = Group(group_id=start.group_id, draw_id=start.draw_id, task=start.task, rollouts=(rollout,))
-        await self.buffer.finished(group)
+        self.change(ReplayBuffer.finished, group)
         return group
 
     async def drop(self, reason: DropReason) -> None:
-        await self.buffer.failed((await self.sample()).group_id, reason)
+        self.change(ReplayBuffer.failed, (await self.sample()).group_id, reason)
 
     async def step(self, *, update: Update = Update.MADE, recorded: bool = True) -> None:
         for _ in range(2):
-            await self.buffer.scored((await self.sample()).group_id, (1.0,), (0,))
-        await self.buffer.take()
-        await self.buffer.committed(trainer_wait_share=0.0, update=update)
+            self.change(ReplayBuffer.scored, (await self.sample()).group_id, (1.0,), (0,))
+        await self.buffer.until(ReplayBuffer.take)
+        self.change(ReplayBuffer.committed, trainer_wait_share=0.0, update=update)
         self._num_skipped += update is Update.SKIPPED
         self._version += 1
-        await self.buffer.set_served_version(self._version)
+        self.change(ReplayBuffer.set_served_version, self._version)
         if not recorded:
             return
         now = Counter(self.buffer.state.num_dropped)
@@ -115,9 +119,9 @@ async def whole_run(folder: Path) -> CheckpointedBuffer:
     await run.drop(DropReason.BAD_RECORD)
     await run.buffer.end()
     with pytest.raises(RunHasEnded):
-        await run.buffer.submit([make_task(0)])
+        run.change(ReplayBuffer.submit, [make_task(0)])
     with pytest.raises(RunHasEnded):
-        await run.buffer.take()
+        await run.buffer.until(ReplayBuffer.take)
     return last
 
 

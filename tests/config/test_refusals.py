@@ -17,7 +17,7 @@ from forgeasync.config import (
     ModelFacts,
     RunConfig,
     check_gpus,
-    check_launcher,
+    check_without_model,
     load_config,
     num_gpus_needed,
 )
@@ -71,22 +71,12 @@ algorithm.groups_per_step=8
     => lora.rank = 3 | multiple of 4
 # The buffer, weights and scorers.
 buffer.max_groups=1 => buffer.max_groups = 1 | groups_per_step = 2, one batch
-buffer.order=completion => buffer.order = 'completion' | needs buffer.stale_groups = 'drop'
 weights.interruption=cancel_stale
     => weights.interruption = 'cancel_stale' | needs buffer.stale_groups = 'drop'
 weights.interruption=cancel_stale; buffer={stale_groups: drop, age_of: mean}
     => buffer.age_of = 'mean' | must be 'oldest_token'
 weights.interruption=cancel_stale; buffer.stale_groups=drop; accounting.replacement=weight
     => accounting.replacement = 'weight' | use 'reissue'
-accounting.policy=windowed_fifo => accounting.window_groups | groups_per_step = 2
-accounting={policy: windowed_fifo, window_groups: 1}
-    => accounting.window_groups = 1 | at least algorithm.groups_per_step = 2
-accounting={policy: windowed_fifo, window_groups: 9}; max_off_policy_steps=3
-    => accounting.window_groups = 9 | at most 8
-accounting={policy: windowed_fifo, window_groups: 4}; max_off_policy_steps=3; buffer.age_of=newest_token
-    => buffer.age_of = 'newest_token' | 'windowed_fifo'
-accounting.window_groups=4 => accounting.window_groups = 4 | accounting.policy = 'windowed_fifo'
-accounting.metric_groups=1 => accounting.metric_groups = 1 | groups_per_step = 2, one batch
 weights={prefix_cache_across_versions: true, kv_cache: recompute}
     => weights.prefix_cache_across_versions = True | must be false with weights.kv_cache = 'recompute'
 weights.archive=true => weights.archive = True | must be false with weights.delta = 'off'
@@ -462,6 +452,6 @@ def test_what_gpus_cannot_compute_is_refused(overrides: list[str], words: str | 
     file, overlay = CONFIGS / "qwen3_30b_a3b.yaml", CONFIGS / "launchers" / "slurm.yaml"
     here = load_config(file, overrides)
     there = load_config([file, overlay], overrides)
-    for problems in (list(check_launcher(there)), list(check_gpus(here, 32))):
+    for problems in (check_without_model(there), list(check_gpus(here, 32))):
         assert problems == [] if words is None else words in only(problems)
     assert list(check_gpus(here, 0)) == [], "CPU processes"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from forgeasync.config import RunConfig
-from forgeasync.controller import End, Ending, Restart, RestartPolicy, is_death, preparation, prepare_run
+from forgeasync.controller import End, Ending, RestartPolicy, is_death, preparation, prepare_run
 from forgeasync.observability import RunDir
 from forgeasync.testing import tiny_config
 
@@ -109,7 +109,7 @@ def ending(
 @pytest.mark.parametrize(
     ("exit_code", "stopped_by", "decision"),
     [
-        *((one, None, Restart()) for one in (1, 3, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT)),
+        *((one, None, None) for one in (1, 3, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT)),
         # Done, refused and stopped runs stay ended; the last one was stopped before it handled the signal.
         *((one, None, End(exit_code=one)) for one in (0, 2, 130, 143)),
         (-signal.SIGTERM, None, End(exit_code=143)),
@@ -119,10 +119,10 @@ def ending(
     ],
 )
 def test_only_a_death_is_followed_by_a_start(
-    exit_code: int, stopped_by: signal.Signals | None, decision: Restart | End
+    exit_code: int, stopped_by: signal.Signals | None, decision: End | None
 ) -> None:
     one = ending(exit_code, stopped_by=stopped_by)
-    assert is_death(one) == isinstance(decision, Restart)
+    assert is_death(one) == (decision is None)
     assert RestartPolicy(0).after(one) == decision
 
 
@@ -135,10 +135,10 @@ def test_only_steps_that_no_start_has_made_count_as_progress() -> None:
     """Steps that are made again after a checkpoint do not: the same batch would end the run for ever."""
     policy = RestartPolicy(3)
     for _ in range(MAX_STARTS_WITHOUT_STEP - 1):
-        assert policy.after(ending(newest_step=3)) == Restart()
-    assert policy.after(ending(newest_step=4)) == Restart()
+        assert policy.after(ending(newest_step=3)) is None
+    assert policy.after(ending(newest_step=4)) is None
     for newest_step in range(MAX_STARTS_WITHOUT_STEP - 1):
-        assert policy.after(ending(newest_step=newest_step)) == Restart()
+        assert policy.after(ending(newest_step=newest_step)) is None
     decision = policy.after(ending(1, newest_step=4, words="has ended with exit code 1: failed: OSError: x"))
     assert decision == End(
         exit_code=1,

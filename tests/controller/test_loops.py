@@ -21,6 +21,7 @@ from forgeasync.buffer import (
     Committed,
     DropReason,
     NothingTrains,
+    ReplayBuffer,
     StarvationDetector,
     Submission,
     Update,
@@ -62,7 +63,6 @@ from forgeasync.weights import FetchReport, Manifest
 from tests.support.buffer_world import make_snapshot
 from tests.support.loops import (
     MAX_STEPS,
-    Endpoint,
     Fleet,
     Generators,
     LocalBuffer,
@@ -426,8 +426,8 @@ async def test_groups_that_became_too_old_are_freed() -> None:
     groups = [make_group(number) for number in range(3)]
     for group in groups:
         await run.payloads.reserve(group.group_id)
-    run.buffer.scored = Endpoint(AsyncMock(return_value=(groups[0],)))
-    run.buffer.committed = Endpoint(AsyncMock(return_value=Committed(cancelled=(), lost=(groups[2],))))
+    run.buffer.instead["scored"] = AsyncMock(return_value=(groups[0],))
+    run.buffer.instead["committed"] = AsyncMock(return_value=Committed(cancelled=(), lost=(groups[2],)))
     await run.complete(groups[0])
     assert generators.freed == list(groups[0].rollouts)
     await run.lifecycle.free([groups[1]])
@@ -466,25 +466,24 @@ def test_the_times_of_a_step_are_those_of_its_parts(monkeypatch: pytest.MonkeyPa
     time, shares, recorder = VirtualTime(), [], Recorder()
     config = make_config("max_steps=3", "checkpoint.every_steps=2")
     run = make_run(config, trainer=SlowTrainer(), generators=SlowGenerators(), recorder=recorder)
-    take, committed = run.buffer.take.call_one, run.buffer.committed.call_one
-    checkpoint = run.buffer.checkpoint.call_one
+    buffer, checkpoint = run.buffer.local, run.buffer.checkpoint
 
     async def slow_take() -> Batch:
-        batch = await take()
+        batch = await buffer.until(ReplayBuffer.take)
         await asyncio.sleep(1.0)
         return batch
 
     async def told(trainer_wait_share: float, update: Update) -> Committed:
         shares.append(trainer_wait_share)
-        return await committed(trainer_wait_share, update)
+        return buffer.change(lambda one: one.committed(trainer_wait_share=trainer_wait_share, update=update))
 
     async def waits() -> CheckpointedBuffer:
         await asyncio.sleep(20.0)
         return await checkpoint()
 
-    run.buffer.take, run.buffer.committed = Endpoint(slow_take), Endpoint(told)
-    run.buffer.checkpoint = Endpoint(waits)
-    run.buffer.refusal = Endpoint(AsyncMock(return_value=Refusal(path="ledger.jsonl", reason="full")))
+    run.buffer.instead |= {"take": slow_take, "committed": told}
+    run.buffer.checkpoint = waits
+    run.buffer.refusal = AsyncMock(return_value=Refusal(path="ledger.jsonl", reason="full"))
     clock = SimpleNamespace(perf_counter=time.now_s)
     monkeypatch.setattr("forgeasync.controller.recorder.time", clock)
     time.run(run.run(Fleet()))
@@ -560,7 +559,7 @@ def test_what_a_generator_tells_of_its_running_groups_at_a_swap_reaches_the_buff
         told.extend(progress.group_id for progress in groups)
 
     run = make_run(make_config(), generators=Telling(2))
-    run.buffer.progressed = Endpoint(progressed)
+    run.buffer.instead["progressed"] = progressed
     run_loops(run)
     assert sorted(told) == [0] * MAX_STEPS + [1] * MAX_STEPS
 

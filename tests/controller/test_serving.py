@@ -27,7 +27,6 @@ from forgeasync.trainer import NonFiniteWeights
 from forgeasync.weights import FetchReport, Manifest
 from tests.support.loops import (
     MAX_STEPS,
-    Endpoint,
     Generators,
     Recorder,
     Trainer,
@@ -175,7 +174,7 @@ async def test_a_version_counts_as_served_once_every_generator_has_it() -> None:
     generators = HeldGenerators(2, 1)
     told: list[int] = []
     async with serving(generators) as (run, trainer):
-        run.buffer.set_served_version = Endpoint(AsyncMock(side_effect=told.append))
+        run.buffer.instead["set_served_version"] = AsyncMock(side_effect=told.append)
         await publish(run, trainer)
         served = asyncio.create_task(run.serving.until_served(1))
         await let_others_run()
@@ -270,8 +269,7 @@ class World:
 
 @asynccontextmanager
 async def world_of(source: TeacherSource, num_engines: int = 1) -> AsyncIterator[World]:
-    nothing = Endpoint(AsyncMock(return_value=None))
-    buffer = SimpleNamespace(progressed=nothing, set_served_version=nothing)
+    buffer = SimpleNamespace(change=AsyncMock(return_value=None))
     async with generators_of(("a", "a")) as generators, generators_of(("a",) * num_engines) as engines:
         section = TeacherSection(model_path="x", source=source)
         teacher = TeacherEngines(engines.pool, section, TimeoutSection())

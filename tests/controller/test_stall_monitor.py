@@ -88,7 +88,7 @@ async def test_a_loop_that_waits_for_ever_is_named_with_its_call_and_the_stacks(
     train = "GrpoRun.train (apps/grpo.py:"
     call = "result = await self.trainer.train_items(minibatches, step=step)"
     assert train in waits and call in waits
-    assert "buffer.start.call_one" in waits, "what the other loops wait for"
+    assert "self.buffer.until(" in waits, "what the other loops wait for"
     assert any(f"MainThread in {CALL} (" in line and line.startswith("stall: scorer 0 (") for line in told)
     assert any(line.startswith("stall: ended after ") for line in told)
 

@@ -49,7 +49,6 @@ from forgeasync.runtime import (
     RefusedGroup,
     SampledGroup,
     Unscored,
-    group_sampling,
 )
 from forgeasync.schema import ConfigError, PythonCode
 from forgeasync.testing import HandTime, ScriptedGenerator
@@ -651,8 +650,6 @@ class PinningRouter:
         self.dropped: list[tuple[int, int]] = []
         """Episode and attempt."""
         self.stored: list[EndedEpisode] = []
-        self.usages: list[float] = []
-        """Of the KV cache, in the order in which they are asked for."""
 
     @asynccontextmanager
     async def pinned(self, num_samples: int, group_id: int | None = None) -> AsyncIterator[PinnedReplica]:
@@ -661,9 +658,6 @@ class PinningRouter:
     @contextmanager
     def cancellable(self, group_id: int) -> Iterator[Callable[[], bool]]:
         yield lambda: False
-
-    async def kv_usage(self, replica: PinnedReplica) -> float:
-        return self.usages.pop(0)
 
     async def drop_episodes(self, replica: PinnedReplica, group_id: int) -> None:
         self.dropped_groups.append((replica.rank, group_id))
@@ -778,36 +772,6 @@ def test_a_group_without_enough_episodes_is_given_up(
 def test_a_group_that_is_given_up_meanwhile_is_dropped() -> None:
     answer, _, router = sample_group({0: [DONE], 1: [CancelledGroup()]})
     assert isinstance(answer, CancelledGroup) and router.dropped_groups == [(7, 5)]
-
-
-async def test_a_group_waits_while_the_cache_of_its_generator_is_short(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first one does not: with nothing under way nothing would ever make room."""
-    monkeypatch.setattr(group_sampling, "ADMISSION_S", 0.01)
-    released = asyncio.Event()
-
-    class HeldPool(ScriptedPool):
-        async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
-            outcome = await super().run_episode(request)
-            await released.wait()
-            return outcome
-
-    pool, router = HeldPool({0: [DONE], 1: [DONE]}), PinningRouter()
-    groups = make_groups(pool, router, group_size=2, max_kv_usage=0.8)
-    first = asyncio.create_task(groups.sample(1, TASK, seed=None))
-    while len(pool.requests) < 2:
-        await asyncio.sleep(0.001)
-    router.usages = [0.95] * 5 + [0.7]
-    second = asyncio.create_task(groups.sample(2, TASK, seed=None))
-    while len(router.usages) > 3:
-        await asyncio.sleep(0.001)
-    assert len(pool.requests) == 2 and groups.num_admission_waits == 1
-    while len(pool.requests) < 4:
-        await asyncio.sleep(0.001)
-    assert not router.usages and groups.num_admission_waits == 1
-    released.set()
-    assert all(isinstance(one, SampledGroup) for one in await asyncio.gather(first, second))
 
 
 async def test_an_evaluation_set_is_sampled_in_its_own_way() -> None:

@@ -10,7 +10,7 @@ from forgeasync.weights import FetchReport, HostShare, Manifest
 
 
 def make_manifest(version: int) -> Manifest:
-    return Manifest(version=version, slot=0, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0)
+    return Manifest(version=version, slot=0, layout_digest="", checksums=())
 
 
 class Engine:

@@ -31,7 +31,6 @@ METRICS = {
     "step": 7,
     "load/trainer_wait_share": 0.25,
     "generator/num_healthy": 2,
-    "generator/num_suspect": 0,
     "generator/num_starting": 1,
     "faults/detected_generator": 2,
     "faults/recovered_generator": 2,

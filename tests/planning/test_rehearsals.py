@@ -337,7 +337,7 @@ SOURCE = "{kind: huggingface, path: a/b, question_field: q, answer_field: a}"
 A_SET = f"evaluation.sets=[{{name: s, source: {SOURCE}, num_problems: 30}}]"
 DEPTHS = (
     *("algorithm.groups_per_step=32", "max_off_policy_steps=2", "buffer.max_groups=64"),
-    *("buffer.max_in_flight=16", "accounting={policy: windowed_fifo, window_groups: 48}"),
+    "buffer.max_in_flight=16",
 )
 LONG = ("sampling.max_response_tokens=8192", "model.max_context_length=9000", "trainer.tokens_per_row=9000")
 
@@ -356,9 +356,8 @@ def overlong(max_length: int, share: float) -> str:
         ([OWN_ENVIRONMENT, CONSTANT], {"algorithm.aggregation.length": 1024}),
         ([OWN_ENVIRONMENT, A_SET], {"evaluation.sets.0.num_problems": 8, "evaluation.sets.0.reward": None}),
         ([OWN_ENVIRONMENT, A_SET], {"evaluation.sets.0.source.kind": GENERATED.kind}),
-        # Depths and windows hold as many batches.
+        # Depths hold as many batches.
         (DEPTHS, {"algorithm.groups_per_step": 2, "buffer.max_groups": 4, "buffer.max_in_flight": 1}),
-        (DEPTHS, {"accounting.window_groups": 3}),
         # Penalties for length begin at the same share of responses.
         ([*LONG, overlong(9900, 0.2)], {"algorithm.filters.0.max_length": 38}),
         # By its share alone it would be 45, and begin after 32 tokens: never.

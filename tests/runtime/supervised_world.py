@@ -110,9 +110,9 @@ class SupervisedWorld:
         os.kill(self.pids()[0], number)
 
 
-def scorers(world: SupervisedWorld, *, limit_s: float = 3600.0, **section: float) -> ScorerProcesses:
+def scorers(world: SupervisedWorld, **section: float) -> ScorerProcesses:
     config = ScorerSection.model_validate(section)
-    return ScorerProcesses(world.spawn, config, limit_s=limit_s, faults=world.faults, listing=world.listing)
+    return ScorerProcesses(world.spawn, config, faults=world.faults, listing=world.listing)
 
 
 def workers(world: SupervisedWorld, **section: float) -> EnvironmentPool:

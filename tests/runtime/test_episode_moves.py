@@ -199,9 +199,6 @@ class World:
     def cancellable(self, group_id: int) -> Iterator[Callable[[], bool]]:
         yield lambda: self.is_cancelled
 
-    async def kv_usage(self, replica: LiveReplica) -> float:
-        return 0.0
-
     async def restore_episodes(
         self, replica: LiveReplica, group_id: int, data: bytes
     ) -> Mapping[EpisodeId, frozenset[int]]:

@@ -68,7 +68,7 @@ async def test_groups_of_a_generator_that_is_gone_go_on_elsewhere() -> None:
         assert sum(tokens) == 30, "those of the lost one still count"
 
 
-async def test_one_that_does_not_answer_is_suspect_before_it_is_lost() -> None:
+async def test_one_that_does_not_answer_is_replaced() -> None:
     async with generators_of(("a", "a"), heartbeat_s=1000.0) as world:
         groups = [sample(world, group) for group in range(2)]
         await world.until(lambda: len(running(world)) == 2)
@@ -76,12 +76,9 @@ async def test_one_that_does_not_answer_is_suspect_before_it_is_lost() -> None:
         replica = world.pool.replicas[0]
         await world.until(lambda: replica.heartbeat.is_late)
         # As if the answer had taken so long.
-        replica.heartbeat.silent_s += 600.0
-        await world.until(lambda: world.state(0) is ReplicaState.SUSPECT)
-        replica.heartbeat.silent_s += 600.0
+        replica.heartbeat.silent_s += 1200.0
         await world.until(lambda: world.state(0) is ReplicaState.DEAD)
-        assert "the controller waits in GeneratorRouter.sample_group (" in world.told[0]
-        assert "(2 of these)" in world.told[0]
+        assert "has not answered for generator.heartbeat_s = 1000 s" in world.told[0]
         await replaced(world)
         await finished(world, groups)
 
@@ -177,13 +174,6 @@ async def test_what_a_lost_generator_has_left_is_freed(tmp_path: Path) -> None:
         assert not (tmp_path / "second").exists(), "by its host"
 
 
-async def test_a_suspect_is_healthy_again_once_it_answers() -> None:
-    async with generators_of(("a",), heartbeat_s=30.0) as world:
-        world.pool.table.change(lambda table: table.suspect(0))
-        await world.until(lambda: world.state(0) is ReplicaState.HEALTHY)
-        assert world.pool.metrics()["generator/num_suspect"] == 0
-
-
 async def test_a_dead_engine_in_a_process_that_lives_is_replaced() -> None:
     class EngineDeadError(Exception):
         """As vLLM's."""
@@ -204,10 +194,10 @@ async def test_a_dead_engine_in_a_process_that_lives_is_replaced() -> None:
 async def test_one_whose_engine_stands_still_behind_its_event_loop_is_replaced() -> None:
     timeouts = TimeoutSection(generate_s=0.2)
     async with generators_of(("a",), timeouts=timeouts) as world:
-        world.generators[0].kv_usage = Endpoint(lambda: asyncio.Event().wait())
+        world.generators[0].store_episodes = Endpoint(lambda *arguments: asyncio.Event().wait())
         with pytest.raises(ProcessLost):
-            await world.router.kv_usage(world.pool.replicas[0])
-        assert "how full its KV cache is within timeouts.generate_s = 0.2 s" in world.told[0]
+            await world.router.store_episodes(world.pool.replicas[0], 7, [])
+        assert "the episodes of group 7 within timeouts.generate_s = 0.2 s" in world.told[0]
         await replaced(world, by=1)
 
 

@@ -184,16 +184,6 @@ class TestGroupScoring:
         assert scorers.metric("scoring/num_failed_attempts") == 0
         scorers.groups.forget(7)
 
-    async def test_a_full_queue_leaves_responses_to_the_end_of_their_group(self) -> None:
-        scorers = Scorers(max_in_flight=1, max_queued=2)
-        scorers.finished(*"01234567")
-        assert scorers.metric("score/num_queued") == 2
-        group = asyncio.create_task(scorers.groups.score_group(7, TASK, responses(8)))
-        scorers.is_open.set()
-        assert await group == scores(8)
-        assert len(scorers.asked) == 8
-        assert scorers.metric("score/num_early") == 3
-
     async def test_a_replica_that_is_lost_gives_its_responses_to_others_and_gets_none(self) -> None:
         scorers = Scorers(num_replicas=2)
         group = asyncio.create_task(scorers.groups.score("group 7", TASK, responses(4)))
@@ -318,6 +308,17 @@ class TestGroupScoring:
             await groups.score(f"group {index}", TASK, responses(1))
         assert groups.metrics()["scoring/num_timeouts"] == 5
         assert groups.metrics()["memory/scorer_gib"] == 5.0
+
+    async def test_counts_of_lost_scorers_stay(self) -> None:
+        """A process counts from 0."""
+        pool, groups = pool_of(Answers(*(scored(0.0, num_timeouts=number) for number in (1, 3, 1))))
+        for expected in (1, 3):
+            await groups.score("group 7", TASK, responses(1))
+            assert groups.metrics()["scoring/num_timeouts"] == expected
+        pool.set_up(0, False)
+        pool.set_up(0, True)
+        await groups.score("group 8", TASK, responses(1))
+        assert groups.metrics()["scoring/num_timeouts"] == 4
 
 
 class Judge:

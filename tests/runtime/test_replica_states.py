@@ -16,7 +16,7 @@ from forgeasync.runtime import ReplicaState, ReplicaTable
 
 HOSTS = ("a", "b")
 NUM_RANKS = 4
-LIVE = (ReplicaState.STALE, ReplicaState.HEALTHY, ReplicaState.SUSPECT)
+LIVE = (ReplicaState.STALE, ReplicaState.HEALTHY)
 
 
 class Generators(RuleBasedStateMachine):
@@ -112,20 +112,6 @@ class Generators(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.updating)))
         del self.updating[number]
         self.table.abandon_update(number)
-
-    @rule(number=numbers)
-    def suspect(self, number: int) -> None:
-        before = self.table.of(number).state
-        self.table.suspect(number)
-        is_suspect = before is ReplicaState.HEALTHY
-        assert self.table.of(number).state is (ReplicaState.SUSPECT if is_suspect else before)
-
-    @rule(number=numbers)
-    def clear(self, number: int) -> None:
-        before = self.table.of(number).state
-        self.table.clear(number)
-        cleared = ReplicaState.HEALTHY if self.weights[number] >= self.served else ReplicaState.STALE
-        assert self.table.of(number).state is (cleared if before is ReplicaState.SUSPECT else before)
 
     @rule(number=numbers)
     def drain(self, number: int) -> None:

@@ -1,6 +1,5 @@
-"""What scorers count, how long they may take, which losses are one too many, and kills under load."""
+"""Which losses are one too many, and kills under load."""
 
-import asyncio
 from contextlib import AbstractAsyncContextManager
 from types import SimpleNamespace
 
@@ -19,32 +18,21 @@ RESPONSES = [Response("4", 1, FinishReason.STOP)]
 SCORE = Score(value=1.0, is_correct=True)
 
 
-def started(
-    *, limit_s: float = 60.0, max_restarts: int = 3, hangs: bool = False
-) -> AbstractAsyncContextManager[SupervisedWorld]:
-    """One scorer, each process of which counts the responses that it has scored."""
+def started(*, max_restarts: int = 3) -> AbstractAsyncContextManager[SupervisedWorld]:
+    """One scorer."""
 
     def script(process: Process) -> SimpleNamespace:
-        num_scored = 0
-
         async def score(task: object, responses: object, first: int) -> ScoredResponses:
-            nonlocal num_scored
-            if hangs:
-                await asyncio.Event().wait()
-            num_scored += 1
-            return ScoredResponses(scores=(SCORE,), counts=VerifierCounts(num_timeouts=num_scored))
+            return ScoredResponses(scores=(SCORE,), counts=VerifierCounts())
 
         return SimpleNamespace(beat=answers(process), score=Endpoint(score))
 
-    section = {"max_restarts": max_restarts, "max_in_flight": 2}
-    return started_pool(lambda world: scorers(world, limit_s=limit_s, **section), 1, script=script)
+    return started_pool(lambda world: scorers(world, max_restarts=max_restarts), 1, script=script)
 
 
-async def score(world: SupervisedWorld) -> int:
-    """What the scorers have counted after one more response."""
+async def score(world: SupervisedWorld) -> None:
     scored = await world.pool.score(0, make_task(0), RESPONSES, 0)
     assert isinstance(scored, ScoredResponses) and scored.scores == (SCORE,)
-    return scored.counts.num_timeouts
 
 
 async def replace(world: SupervisedWorld) -> None:
@@ -52,24 +40,6 @@ async def replace(world: SupervisedWorld) -> None:
     pids = world.pids()
     world.kill()
     await world.until(lambda: world.pids() != pids and not world.faults.open)
-
-
-async def test_a_scorer_that_scores_nothing_for_too_long_is_replaced() -> None:
-    """It answers its heartbeats: only its calls hang."""
-    async with started(limit_s=0.1, hangs=True) as world:
-        with pytest.raises(ProcessLost):
-            await score(world)
-        limits = "2 times its limit: scorer.max_in_flight, scorer.num_workers"
-        assert f"the scorer (process {world.started[0].process.pid}) has not scored" in world.told[0]
-        assert f"within 0.2 s ({limits})" in world.told[0]
-        assert "; the controller waits in ScorerProcesses.score (forgeasync/" in world.told[0]
-
-
-async def test_counts_of_lost_scorers_stay() -> None:
-    async with started() as world:
-        assert [await score(world) for _ in range(3)] == [1, 2, 3]
-        await replace(world)
-        assert await score(world) == 4
 
 
 async def test_losses_without_a_scored_response_between_them_end_the_run() -> None:

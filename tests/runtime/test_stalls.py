@@ -146,8 +146,6 @@ async def test_a_call_is_named_with_its_line_and_with_how_many_wait_for_it() -> 
     others = (happens_within(60, asyncio.sleep(60)), asyncio.Event().wait())
     async with tasks_of(*calls, happens_within(60, asyncio.Event().wait()), *others) as tasks:
         words = awaited_calls(tasks)
-        assert awaited_calls(tasks, ["monitor"]) == words.split("; ")[0]
-        assert awaited_calls(tasks, ["nothing of this"]) == words, "better too much than nothing"
     assert awaited_calls(tasks) == "", "those that have ended wait for nothing"
     monitor, within = words.split("; ")
     assert monitor.startswith("Monitor.until (forgeasync/waiting.py:")

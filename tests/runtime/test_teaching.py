@@ -32,7 +32,6 @@ from forgeasync.rollouts import (
     remove_run_folder,
 )
 from forgeasync.runtime import (
-    OutageBackoff,
     ProcessLost,
     SampledRollout,
     Teacher,
@@ -197,15 +196,6 @@ def test_a_server_that_stays_down_gives_the_group_up() -> None:
     one = served(Server(num_away=10**6, retry_after_s=0.01), max_unavailable_s=0.2)
     assert teach(one) == TeacherFailure(problem="teacher t, group 4: the server is down")
     assert one.metrics()["teacher/num_failed"] == 1
-
-
-def test_waits_double_up_to_a_bound_or_to_what_the_server_asks() -> None:
-    where = TeacherEndpoint(base_url="http://localhost:1/v1", model="m", max_unavailable_s=100.0)
-    section = TeacherSection(endpoint=where)
-    away, down = OutageBackoff(), RewardUnavailable("down", 1.0)
-    assert [away.wait_s(section, down, 10.0) for _ in range(6)] == [1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
-    assert OutageBackoff().wait_s(section, RewardUnavailable("later", 60.0), 0.0) == 60.0
-    assert away.wait_s(section, down, 109.9) == 15.0 and away.wait_s(section, down, 110.0) is None
 
 
 def test_a_teacher_is_asked_where_there_is_what_it_shows() -> None:

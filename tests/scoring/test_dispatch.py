@@ -10,7 +10,7 @@ from forgeasync.config import ScorerSection
 from forgeasync.scoring import Assignment, Dispatcher, DispatchOutcome
 
 NUM_REPLICAS = 3
-SECTION = ScorerSection(max_in_flight=4, max_queued=6, max_attempts=2, max_lost=4, max_unavailable_s=5.0)
+SECTION = ScorerSection(max_in_flight=4, max_attempts=2, max_lost=4, max_unavailable_s=5.0)
 
 
 def make(num_replicas: int = 1, **fields: object) -> Dispatcher:
@@ -18,8 +18,7 @@ def make(num_replicas: int = 1, **fields: object) -> Dispatcher:
 
 
 def submitted(dispatcher: Dispatcher, num: int) -> list[int]:
-    items = [dispatcher.submit(0.0) for _ in range(num)]
-    return [item for item in items if item is not None]
+    return [dispatcher.submit(0.0) for _ in range(num)]
 
 
 def assigned(dispatcher: Dispatcher, now_s: float = 0.0) -> list[Assignment]:
@@ -54,11 +53,7 @@ class Scoring(RuleBasedStateMachine):
 
     @rule()
     def submit(self) -> None:
-        is_full = self.dispatcher.num_waiting >= SECTION.max_queued
-        item = self.dispatcher.submit(self.now_s)
-        assert (item is None) == is_full
-        if item is not None:
-            self.open.add(item)
+        self.open.add(self.dispatcher.submit(self.now_s))
 
     @rule()
     def assign(self) -> None:

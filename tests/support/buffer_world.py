@@ -137,7 +137,7 @@ class BufferWorld:
     def start_all(self) -> None:
         while True:
             for _ in range(self.buffer.num_wanted):
-                self.buffer.submit(make_task(self._num_tasks))
+                self.buffer.submit([make_task(self._num_tasks)])
                 self._num_tasks += 1
             start = self.buffer.start()
             if start is None:
@@ -179,14 +179,13 @@ class BufferWorld:
         """The generator goes over to a version: it says who runs, then the loop says that it is served."""
         self.served_version = version
         for group_id, sampling in self.sampling.items():
-            self.buffer.progressed(
-                GroupProgress(
-                    group_id=group_id,
-                    version=version,
-                    num_running=GROUP_SIZE - len(sampling.ended),
-                    num_tokens=sum(map(len, sampling.versions)),
-                )
+            progress = GroupProgress(
+                group_id=group_id,
+                version=version,
+                num_running=GROUP_SIZE - len(sampling.ended),
+                num_tokens=sum(map(len, sampling.versions)),
             )
+            self.buffer.progressed([progress])
         self.buffer.set_served_version(version)
 
     def take(self) -> Batch | None:

@@ -19,7 +19,7 @@ from forgeasync.buffer import (
     plan_restore,
     reference_version,
 )
-from forgeasync.config import BatchOrder, BufferSection, StaleGroups
+from forgeasync.config import BufferSection, StaleGroups
 from forgeasync.rollouts import Group, Score, SpilledGroup
 from tests.support.buffer_world import EXACT, GROUP_SIZE, BufferWorld, make_task
 
@@ -27,9 +27,7 @@ MOVES = "decode finish score complete complete take take serve fail checkpoint r
 REASONS = (DropReason.BAD_RECORD, DropReason.CANCELLED, DropReason.FILTERED, DropReason.UNSCORED)
 
 
-DROP = BufferSection(
-    stale_groups=StaleGroups.DROP, order=BatchOrder.COMPLETION, adapt_load=False, max_attempts=3
-)
+DROP = BufferSection(stale_groups=StaleGroups.DROP, adapt_load=False, max_attempts=3)
 
 
 class LedgerWorld(BufferWorld):
@@ -161,7 +159,7 @@ class LedgerWorld(BufferWorld):
 
     def _restore(self, plan: RestorePlan) -> None:
         while self._num_tasks <= max((one.prompt for one in plan.restored), default=-1):
-            self.buffer.submit(make_task(self._num_tasks))
+            self.buffer.submit([make_task(self._num_tasks)])
             self._num_tasks += 1
         draw_ids = [one.attempt * ATTEMPT_STRIDE + one.prompt for one in plan.restored]
         self.disk = {draw_id: self.disk[draw_id] for draw_id in draw_ids}

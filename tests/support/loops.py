@@ -17,22 +17,19 @@ from apps.grpo import GrpoRun
 from forgeasync.buffer import (
     FORMAT,
     START,
-    AsyncReplayBuffer,
     Batch,
     BufferSnapshot,
     Checkpointed,
     CheckpointedBuffer,
-    Committed,
     LedgerState,
     Opened,
     ReplayBuffer,
     Resumed,
-    Update,
 )
 from forgeasync.config import RunConfig, SamplingSection
 from forgeasync.controller import Prepared, Roles, RunFiles, StepRecord, StepTimes, problem_sets
 from forgeasync.environments import Response
-from forgeasync.files import JsonLines
+from forgeasync.files import JsonLines, Refusal
 from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.observability import FaultLog, HeldOutScores, RunDir
 from forgeasync.rollouts import (
@@ -73,7 +70,7 @@ MAX_STEPS = 3
 
 def make_manifest(version: int, slot: int = 0) -> Manifest:
     """Of a version without tensors."""
-    return Manifest(version=version, slot=slot, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0)
+    return Manifest(version=version, slot=slot, layout_digest="", checksums=())
 
 
 SWAP = SwapReport(pause_s=0.0, waited_s=0.0, num_crossing=0, num_resumed=0, num_recomputed=0, progress=())
@@ -115,7 +112,7 @@ def endpoint(method: Callable[..., Awaitable[R]]) -> "functools.cached_property[
     return functools.cached_property(lambda self: Endpoint(functools.partial(method, self)))
 
 
-class BookedBuffer(AsyncReplayBuffer):
+class BookedBuffer(Monitor[ReplayBuffer]):
     """A buffer whose changes go into a ledger's book, which would contradict."""
 
     def __init__(self, state: ReplayBuffer) -> None:
@@ -161,7 +158,7 @@ class BookedBuffer(AsyncReplayBuffer):
 
 
 class LocalBuffer:
-    """The buffer actor's endpoints around a real buffer."""
+    """A ``RemoteBuffer`` around a real buffer in this process."""
 
     def __init__(self, config: RunConfig) -> None:
         algorithm = config.algorithm
@@ -174,41 +171,42 @@ class LocalBuffer:
             accounting=config.accounting,
         )
         self._groups_per_step = algorithm.groups_per_step
-        self._buffer = BookedBuffer(state)
-        self._buffer.open_book(self._groups_per_step)
+        self.local = BookedBuffer(state)
+        self.local.open_book(self._groups_per_step)
+        self.instead: dict[str, Callable[..., Awaitable[Any]]] = {}
+        """What is called instead of methods of the buffer, by their names."""
 
-    def __getattr__(self, name: str) -> "Endpoint[..., Any]":
-        """The endpoints that only pass their calls on."""
-        return Endpoint(getattr(self._buffer, name))
+    async def change(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if (other := self.instead.get(act.__name__)) is not None:
+            return await other(*args, **kwargs)
+        return self.local.change(lambda buffer: act(buffer, *args, **kwargs))
+
+    async def until(self, attempt: Callable[..., Any], *args: Any) -> Any:
+        if (other := self.instead.get(attempt.__name__)) is not None:
+            return await other(*args)
+        return await self.local.until(lambda buffer: attempt(buffer, *args))
 
     def restore(
         self, snapshot: BufferSnapshot, *, batches: Sequence[tuple[int, ...]] = (), num_groups: int = 0
     ) -> None:
         """Continue from a snapshot, as in a run that is resumed."""
-        self._buffer.state.restore(snapshot, batches=batches, num_groups=num_groups)
-        self._buffer.open_book(self._groups_per_step, batches)
+        self.local.state.restore(snapshot, batches=batches, num_groups=num_groups)
+        self.local.open_book(self._groups_per_step, batches)
 
     @property
     def book(self) -> LedgerState:
         """What became of the prompts."""
-        assert self._buffer.book is not None
-        return self._buffer.book
+        assert self.local.book is not None
+        return self.local.book
 
-    @endpoint
-    async def committed(self, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
-        return await self._buffer.committed(trainer_wait_share=trainer_wait_share, update=update)
+    async def refusal(self) -> Refusal | None:
+        return None
 
-    @endpoint
     async def checkpoint(self) -> CheckpointedBuffer:
-        return CheckpointedBuffer(snapshot=self._buffer.snapshot(), ledger=START)
+        return CheckpointedBuffer(snapshot=self.local.state.snapshot(), ledger=START)
 
-    @endpoint
-    async def snapshot(self) -> BufferSnapshot:
-        return self._buffer.snapshot()
-
-    @endpoint
     async def report(self) -> BufferReport:
-        state = self._buffer.state
+        state = self.local.state
         return BufferReport(metrics=state.metrics(), num_dropped=state.num_dropped)
 
 

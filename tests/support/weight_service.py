@@ -102,8 +102,6 @@ def make_manifest(layout: WeightLayout, version: int, slot: int, *staged: Any) -
         layout_digest=layout.digest,
         checksums=tuple(blocks.checksums for blocks in staged),
         patches=tuple(blocks.patches for blocks in staged),
-        waited_s=0.0,
-        staging_s=0.0,
     )
 
 

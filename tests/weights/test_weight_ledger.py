@@ -15,7 +15,7 @@ TIMEOUT_S = 10.0
 
 
 def manifest(version: int, slot: int) -> Manifest:
-    return Manifest(version=version, slot=slot, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0)
+    return Manifest(version=version, slot=slot, layout_digest="", checksums=())
 
 
 NUM_READERS = 3

@@ -11,7 +11,6 @@ the times between their events are simulated, from a profile. docs/simulation.md
 import functools
 import math
 import random
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -144,7 +143,7 @@ class RunSimulation:
             self.generators,
             self.clock,
             self._draws.time_s,
-            on_progress=self.buffer.progressed,
+            on_progress=lambda progress: self.buffer.progressed([progress]),
             on_served=self._served,
         )
         self._refused: Start | None = None
@@ -160,7 +159,7 @@ class RunSimulation:
     def simulate(self) -> Prediction:
         """Run the simulation to its last step."""
         for _ in range(self._run.groups_per_step):
-            self.buffer.submit(self._draws.order.next())
+            self.buffer.submit([self._draws.order.next()])
         self._update()
         while len(self._steps) < self._run.num_steps:
             has_event = self.clock.step()
@@ -191,7 +190,7 @@ class RunSimulation:
             if start is None:
                 return False
             for _ in range(self.buffer.num_wanted):
-                self.buffer.submit(self._draws.order.next())
+                self.buffer.submit([self._draws.order.next()])
         # Later groups must not overtake one that waits for memory.
         is_refused = not self._payloads.reserve(start.group_id, self._run.largest_group_bytes)
         self._refused = start if is_refused else None
@@ -505,9 +504,7 @@ class WeightUpdates:
         self._clock.after(self._draw_s(self._times.wait_s), wait_ended)
 
     def _staged(self, version: int, slot: int) -> None:
-        manifest = Manifest(
-            version=version, slot=slot, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0
-        )
+        manifest = Manifest(version=version, slot=slot, layout_digest="", checksums=())
         self._ledger.commit(manifest)
         self._generators.table.published(version)
         self._is_publishing = False
@@ -581,8 +578,7 @@ class Scorers:
     ) -> None:
         self._clock = clock
         self._on_scored = on_scored
-        unbounded = section.model_copy(update={"max_queued": sys.maxsize})
-        self._dispatcher = Dispatcher(section.num_replicas, unbounded, retry_wait_s=0.0)
+        self._dispatcher = Dispatcher(section.num_replicas, section, retry_wait_s=0.0)
         self._free = [max(num_places, section.num_workers)] * section.num_replicas
         self._queues: list[deque[Assignment]] = [deque() for _ in range(section.num_replicas)]
         self._responses: dict[int, tuple[SimulatedGroup, float]] = {}
@@ -591,7 +587,6 @@ class Scorers:
     def response_ended(self, group: SimulatedGroup, index: int) -> None:
         """Score a response. The rest of its group may still be sampled."""
         item = self._dispatcher.submit(self._clock.now_s)
-        assert item is not None, "the queue is unbounded"
         self._responses[item] = group, group.sequences[index].rollout.score_s
         self._assign()
 

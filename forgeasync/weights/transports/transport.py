@@ -257,21 +257,6 @@ def check_transport(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def require_reach(transport: Transport, choice: TransportChoice, host_ids: Iterable[str]) -> None:
-    """Refuse a transport that does not reach all hosts of a run.
-
-    Raises:
-        ValueError: The transport does not cross hosts, and there are several hosts.
-    """
-    hosts = sorted(set(host_ids))
-    if len(hosts) > 1 and not transport.crosses_hosts:
-        name = choice.factory if isinstance(choice, PythonCode) else choice
-        raise ValueError(
-            f"weights.transport = {name!r}, but trainer and generators are on the hosts {', '.join(hosts)}; "
-            "must be one that crosses hosts: auto, rdma, tcp or torchstore"
-        )
-
-
 def connect_transports(
     section: WeightsSection,
     layout: WeightLayout,

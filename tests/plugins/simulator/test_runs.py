@@ -51,7 +51,7 @@ runs = st.builds(
         adapt_load=st.booleans(),
     ),
     weights=st.builds(WeightsSection, kv_cache=st.sampled_from(list(KvAfterSwap))),
-    scorer=st.builds(ScorerSection, num_workers=st.integers(1, 2), max_queued=st.sampled_from([1, 100])),
+    scorer=st.builds(ScorerSection, num_workers=st.integers(1, 2)),
     seed=st.integers(0, 100),
 )
 profiles = st.builds(
