@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from forgeasync.checkpoints import CheckpointLost, CheckpointNotWritten, RunState
 from forgeasync.config import TimeoutSection
-from forgeasync.controller import CheckpointTurns, Rescue, checkpoints, export, save_newest_weights
+from forgeasync.controller import Rescue, checkpoints, export, save_newest_weights
 from forgeasync.files import Refusal
 from forgeasync.models import FolderNotWritten
 from forgeasync.observability import FaultLog, RunDir, StorageFaults
@@ -120,23 +120,6 @@ def test_a_checkpoint_that_fails_is_begun_again_beside_training(
     assert outages == num_outages and steps_of(trainer) == begun
     if len(set(begun)) > 1:
         assert took_s == max_steps * STEP_S, "no step waits for a checkpoint"
-
-
-def test_the_pause_between_attempts_at_a_checkpoint_is_bounded_and_counts_seconds_not_steps() -> None:
-    turns = CheckpointTurns(20, last_step=50)
-    pauses_s, now_s = [], 100.0
-    for _ in range(7):
-        turns.refused(now_s)
-        pause_s = next(number / 2 for number in range(1000) if turns.is_retry_due(now_s + number / 2))
-        pauses_s.append(pause_s)
-        now_s += pause_s
-    assert pauses_s == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    turns.written()
-    assert not turns.is_owed and not turns.is_retry_due(1e9)
-    turns.refused(0.0)
-    assert not turns.is_retry_due(0.5) and turns.is_retry_due(1.0), "a new outage begins with a short pause"
-    turns.lost(0.0)
-    assert turns.is_retry_due(0.0)
 
 
 class FullDisk:

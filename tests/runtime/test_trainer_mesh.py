@@ -12,28 +12,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from monarch.actor import ActorError
 
-from forgeasync.algorithms import Loss
-from forgeasync.config import Dtype, OptimizerSection, ParallelSection, TimeoutSection, TrainerSection
-from forgeasync.models import read_model_facts
+from forgeasync.config import TimeoutSection
 from forgeasync.processes import MemoryPeak
 from forgeasync.runtime import (
-    LocalHosts,
-    ProcessManager,
     SerialExecutor,
     TrainerActor,
     TrainerMesh,
-    start_trainer,
     trainer_mesh,
 )
-from forgeasync.testing import write_tiny_model
-from forgeasync.trainer import PackedRow, PolicyTrainer, StepResult, TrainerSetup, full_tensors, pack_row
+from forgeasync.trainer import StepResult
 from forgeasync.waiting import DeadlineExceeded
-from forgeasync.weights import Manifest, StagedVersion
 from tests.support.loops import Endpoint
 from tests.support.processes import run_ranks
-from tests.support.trainers import make_sequences
 
 RESULT = StepResult(
     policy_version=3, num_targets=1, num_padding_tokens=0, train_s=0.1, metrics={}, skip_reason=None
@@ -289,82 +280,3 @@ def test_collectives_of_calls_back_to_back_meet_on_every_rank() -> None:
 
 
 # --- Real ranks ---
-
-
-NUM_RANKS = 2
-
-
-def _setup(folder: Path) -> TrainerSetup:
-    return TrainerSetup(
-        section=TrainerSection(
-            parallel=ParallelSection(num_procs=NUM_RANKS, expert=2),
-            tokens_per_row=128,
-            optimizer=OptimizerSection(learning_rate=1e-2, eps=1e-3),
-        ),
-        facts=read_model_facts(str(folder)),
-        temperature=1.0,
-        loss=Loss(),
-        seed=0,
-        checkpoint=folder,
-    )
-
-
-def _rows(setup: TrainerSetup, rank: int) -> list[list[PackedRow]]:
-    """The rows of two steps."""
-    sequences = make_sequences(2 * NUM_RANKS, setup.facts)
-    return [[pack_row([sequences[NUM_RANKS * step + rank]])] for step in range(2)]
-
-
-def _train(setup: TrainerSetup) -> list[dict[str, torch.Tensor]]:
-    """The weights after each step, one call after the other."""
-    trainer = PolicyTrainer(setup)
-    versions = []
-    for rows in _rows(setup, trainer.data_rank):
-        trainer.train_step(rows)
-        versions.append({name: tensor.clone() for name, tensor in full_tensors(trainer.model, setup.facts)})
-    return versions
-
-
-@pytest.mark.processes
-@pytest.mark.exhaustive
-async def test_versions_are_those_of_their_steps_however_close_the_calls(tmp_path: Path) -> None:
-    """And an error of a call has the traceback of the trainer's thread."""
-    setup = _setup(write_tiny_model(tmp_path / "hf"))
-    first, second = run_ranks(NUM_RANKS, _train, setup)[0]
-    assert not any(torch.equal(first[name], second[name]) for name in first)
-    processes = ProcessManager(tmp_path / "run", LocalHosts())
-    try:
-        trainer = await start_trainer(processes, setup, TimeoutSection())
-        layout = await trainer.lay_out_weights(Dtype.FLOAT32)
-        folders = [tmp_path / f"staging-{rank}" for rank in range(NUM_RANKS)]
-        for folder in folders:
-            folder.mkdir()
-        await trainer.open_staging(folders, "shared_memory", generator_hosts=frozenset())
-        answers = []
-        # All at once: no rank is given time between two calls, and the ranks not the same calls at one time.
-        for rank, actor in enumerate(trainer._ranks):
-            for slot, rows in enumerate(_rows(setup, rank)):
-                answers += [actor.train_rows.call_one(rows), actor.begin_staging.call_one(slot)]
-            answers.append(actor.policy_version.call_one())
-        found = await asyncio.gather(*(asyncio.ensure_future(answer) for answer in answers))
-        assert found[4::5] == [2] * NUM_RANKS
-        for slot, weights in enumerate((first, second)):
-            shards = [await actor.finish_staging.call_one(slot) for actor in trainer._ranks]
-            assert {shard.version for shard in shards} == {slot + 1}
-            manifest = Manifest(
-                version=slot + 1,
-                slot=slot,
-                layout_digest=layout.digest,
-                checksums=tuple(shard.checksums for shard in shards),
-                waited_s=0.0,
-                staging_s=0.0,
-            )
-            staged = dict(StagedVersion(trainer.staged(manifest)).tensors())
-            assert staged.keys() == weights.keys()
-            assert all(torch.equal(staged[name], weights[name]) for name in weights)
-        with pytest.raises(
-            ActorError, match=r"(?s)policy_trainer\.py.* in train_step.*AttributeError: 'str' obj"
-        ):
-            await trainer.train_rows([["no row"]] * NUM_RANKS, step=3)  # type: ignore[list-item]
-    finally:
-        await processes.close()
