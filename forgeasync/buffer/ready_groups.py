@@ -120,7 +120,7 @@ class EarliestDeadlineFirst:
                 return
 
     def pop(self, num_groups: int) -> list[int]:
-        """Remove the ``num_groups`` groups with the earliest deadlines, which must exist; return their ids."""
+        """Remove the ``num_groups`` groups with the earliest deadlines, and return their ids."""
         taken: list[int] = []
         while len(taken) < num_groups:
             deadline = min(self._ids)

@@ -6,9 +6,7 @@ import pytest
 from forgeasync.buffer import (
     ATTEMPT_STRIDE,
     BufferSnapshot,
-    Deadlines,
     DropReason,
-    EarliestDeadlineFirst,
     known_reference,
     reference_version,
 )
@@ -62,28 +60,6 @@ def test_depth_bound_counts_complete_groups_and_in_flight_bound_does_not() -> No
 def test_nothing_is_started_that_the_run_cannot_train_on() -> None:
     world = BufferWorld(groups_per_step=2, k=4, section=BufferSection(), accounting=EXACT, num_steps=3)
     assert len(started(world)) == 3 * 2
-
-
-def test_feasibility_adds_up_over_deadlines() -> None:
-    """Two groups a step: two due in step 1 and two or three in step 2, seen from step 0."""
-    due = Deadlines()
-    for group_id, deadline in enumerate((1, 1, 2, 2)):
-        due.add(group_id, deadline)
-    assert due.are_feasible(0, [], groups_per_step=2)
-    due.add(4, 2)
-    assert not due.are_feasible(0, [], groups_per_step=2)
-    assert due.are_feasible(0, [(1, 1)], groups_per_step=2), "one of them is taken now"
-    assert due.before(2) == [(1, [0, 1])]
-
-
-def test_what_a_batch_would_take_is_counted_by_deadline() -> None:
-    ready = EarliestDeadlineFirst()
-    for group_id, deadline in enumerate((5, 3, 3, 4, 5, 5)):
-        ready.add(group_id, deadline)
-    assert list(ready.num_taken_by_deadline(4)) == [(3, 2), (4, 1), (5, 1)]
-    assert list(ready.num_taken_by_deadline(2)) == [(3, 2)]
-    assert list(ready.num_taken_by_deadline(9)) == [(3, 2), (4, 1), (5, 3)]
-    assert ready.pop(4) == [1, 2, 3, 0]
 
 
 def test_generators_wait_where_the_bound_kept_groups_from_starting() -> None:

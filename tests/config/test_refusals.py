@@ -30,8 +30,22 @@ SHORT = {
     "$LORA": "lora={rank: 4, alpha: 8.0, targets: [q_proj]}",
     "$OWN": "environment={kind: python, factory: tests.support.environments.TryAgain}",
     "$TOPK": "algorithm.terms=[{kind: topk_kl, top_k: 5}]",
+    "$CHAT": "data.chat_template=true",
+    "$CODE": "kind: python, factory: a.b",
+    "$PRM": "kind: process_reward_model, model_path: m",
+    "$SET": "num_problems: 3, source: {kind: python, factory: a.b}",
+    "$TOOL": "environment={kind: python_tool",
+    "$MCP": "environment={kind: mcp, servers:",
+    "$STDIO": "kind: stdio, command: [x]",
+    "$SUMS": "{kind: reasoning_gym, task: chain_sum}",
+    "$SERVED": "data={source: {kind: served}, num_train: 1, num_held_out: 0}; environment={kind: served}; "
+    "algorithm={advantage: reinforce_pp, group_size: 1, groups_per_step: 2}; buffer.stale_groups=drop; "
+    "evaluation={num_problems: 0}; episodes.num_workers=1",
+    "$JUDGED": "serving.score_from=[feedback, judge]",
+    "$CODING": "data.source={kind: coding, path: t}; data.chat_template=true; environment={kind: coding}",
+    "$REMOTE": "environment={kind: remote, url: 'http://127.0.0.1:9000'",
 }
-"""Overrides that many rows have."""
+"""What many rows have."""
 
 REFUSED = """
 # Lengths, batches and meshes.
@@ -87,6 +101,7 @@ scorer.answer_limit_s=30
 timeouts.score_s=6; scorer.num_workers=2 => timeouts.score_s = 6 | must be more than 6:
 scorer.max_lost=10 => scorer.max_lost = 10 | less than scorer.max_restarts = 10
 evaluation.num_problems=21 => evaluation.num_problems = 21 | data.num_held_out = 20
+evaluation.num_problems=0 => evaluation.num_problems = 0 | must be at least 1; only a run that serves
 # The warm-up.
 $WARMUP; warmup.shape.top_k=5 => warmup.shape.top_k = 5 | warmup.shape.num_experts = 4
 $WARMUP; warmup.shape.num_kv_heads=3 => warmup.shape.num_kv_heads = 3 | num_heads = 2
@@ -223,12 +238,97 @@ teachers={a: {endpoint: {base_url: 'http://t/v1', model: t}}}; sampling.top_k=5
     => teachers.a.endpoint = 'http://t/v1' | must be null with ids: student
 $TOPK; teachers={a: {model_path: t, engine: {max_num_batched_tokens: 32}}}
     => teachers.a.engine.max_num_batched_tokens = 32 | max_num_seqs = 64
+# Rewards, sources and evaluation sets.
+data.reward={kind: mth} => data.reward.kind = 'mth' | expected one of 'reasoning_gym', 'math',
+data.reward=[{kind: math, wight: 1}] => data.reward.0.wight = 1 | unknown key; did you mean data.
+data.reward={kind: python} => data.reward.factory | required key is missing
+data.reward=3 => data.reward = 3 | expected a section with the keys kind
+data.reward=[] => data.reward = [] | must have at least one reward
+data.reward={kind: math, name: mean} => data.reward.name = 'mean' | becomes the metric
+data.reward={$CODE, limit_s: 60} => data.reward.limit_s = 60.0 | must be less
+data.reward={$PRM, limit_s: 60} => data.reward.limit_s = 60.0 | must be less than timeouts.
+data.source={$CODE}; data.reward={kind: reasoning_gym}
+    => data.reward.kind = 'reasoning_gym' | needs a source of kind 'reasoning_gym'
+data.reward=[{kind: math}, {$PRM}] => data.reward.1.kind = 'process_reward_model' | scores
+data.reward={$PRM}; algorithm.advantage=rloo
+    => algorithm.advantage = 'rloo' | has no formula for rewards of steps
+data.sources=[] => data.source | cannot be given beside data.sources
+data.sources=[{source: {$CODE}}] => data.source | cannot be given beside data.sources
+data.source=null => data.source | is required: give data.source, or data.sources
+data.template_arguments={x: [1]} => data.template_arguments.x = [1] |
+$CHAT; data.template_arguments={tokenize: true}
+    => data.template_arguments.tokenize = True | is set by the
+data.system_prompt=Hi => data.system_prompt = 'Hi' | is used by the chat template only
+evaluation.sets=[{name: a, num_problems: 3}] => evaluation.sets.0.source | required key is missing
+evaluation.sets=[{name: reward, $SET}] => evaluation.sets.0.name = 'reward' | becomes part of
+evaluation.sets=[{name: a, $SET, sampling: {max_response_tokens: 64}}]
+    => evaluation.sets.0.sampling.max_response_tokens = 64 | must be less than
+# Environments and their tools.
+environment={kind: pyton_tool} => environment.kind |
+$TOOL, max_rounds: 0} => environment.max_rounds |
+$TOOL, plain_calls: {call_prefix: x, call_suffix: x}} => environment.plain_calls.call_suffix |
+$TOOL, answer: {match: close}} => environment.answer.match |
+environment={kind: mcp} => environment.servers |
+$MCP null} => environment.servers |
+$MCP {}} => environment.servers | must have at least one entry (Servers by name.
+$MCP {a: [x]}} => environment.servers.a |
+$MCP {a: {kind: pipe}}} => environment.servers.a.kind |
+$MCP {a: {kind: stdio, command: []}}} => environment.servers.a.command |
+$MCP {a: {kind: stdio, command: [' ']}}} => environment.servers.a.command |
+$MCP {a: {kind: stdio}}} => environment.servers.a.command | required key is missing
+$MCP {a: {$STDIO, ur: y}}} => environment.servers.a.ur |
+$MCP {a: {$STDIO, env: {'A=B': c}}}} => environment.servers.a.env |
+$MCP {A: {$STDIO}}} => environment.servers.A |
+$MCP {a-b: {$STDIO}}} => environment.servers.a-b | 30 lowercase letters, digits and '_'
+$MCP {a: {kind: http, url: 'h:80'}}} => environment.servers.a.url | a URL of http or https
+agents=a => agents | expected sections by name, such as {a: {...}}
+agents={a: {trainabel: true}} => agents.a.trainabel | did you mean agents.a.trainable?
+$TOOL, max_rounds: 4} => data.chat_template |
+$MCP {a: {$STDIO}}} => data.chat_template |
+$TOOL, max_rounds: 4}; $CHAT; episodes.max_turns=4 => environment.max_rounds |
+$TOOL, max_rounds: 4}; $CHAT; episodes.tool_s=120 => episodes.tool_s |
+$MCP {a: {$STDIO}}, start_s: 60}; $CHAT; episodes.setup_s=60 => environment.start_s |
+$TOOL, max_rounds: 4}; $CHAT; agents={a: {}, b: {}} => agents |
+$OWN; data.renderer=qwen3 => data.renderer | needs data.chat_template = true
+$CHAT; data.renderer=template => data.renderer | the messages of an environment
+$OWN; $CHAT; data.system_prompt=Hi => data.system_prompt | must be left out
+$OWN; data.reward={$CODE} => data.reward | environment
+environment={kind: remote, url: '127.0.0.1:9000'} => environment.url | http://127.0.0.1:9000
+environment={kind: remote, url: 'https://127.0.0.1:9000'} => environment.url | http://127.0.0.1:9000
+environment={kind: remote, url: 'http://127.0.0.1'} => environment.url | http://127.0.0.1:9000
+environment={kind: remote, url: 'http://127.0.0.1:9000/x'} => environment.url | http://127.0.0.1:9000
+environment={kind: remote, url: 'http://10.0.0.1:9'} => environment.url | http://127.0.0.1:9000
+$REMOTE, task_fields: {a: text}} => environment.task_fields.a = 'text' | record
+$REMOTE}; agents={a: {}, b: {}} => agents | 'remote' talks to one agent
+# People as the source, and coding tasks.
+$SERVED; environment=null; buffer.age_of=token => environment.kind | must be 'served'
+$SERVED; data={source: $SUMS, num_train: 9, num_held_out: 9}; evaluation.num_problems=9
+    => data.source.kind | must be 'served'
+$SERVED; data.num_held_out=3 => data.num_held_out | must be 0
+$SERVED; evaluation.sets=[{name: s, source: $SUMS, num_problems: 2}] => evaluation.sets | must be left out
+$SERVED; algorithm.group_size=4 => algorithm.group_size | must be 1
+$SERVED; algorithm.advantage=grpo => algorithm.advantage | 'reinforce_pp'
+$SERVED; episodes.num_workers=2 => episodes.num_workers | must be 1
+$SERVED; buffer.stale_groups=wait => buffer.stale_groups | must be 'drop'
+$SERVED; buffer.age_of=oldest_token => buffer.age_of | must be 'token'
+$SERVED; serving.host=10.0.0.1 => serving.token_env | can be reached from other machines
+$SERVED; serving.host=0.0.0.0; serving.token_env=T => serving.public_host | stands for all
+$SERVED; serving.idle_session_s=100; serving.session_s=50 => serving.idle_session_s | at most
+$SERVED; serving.score_from=[environment] => serving.score_from | needs an environment of your own
+$SERVED; $JUDGED => agents | must be {policy: {}, judge: {trainable: false}}
+$SERVED; $JUDGED; agents={solver: {}, judge: {trainable: false}} => agents | must be {policy
+$SERVED; agents={policy: {}, judge: {trainable: false}} => agents | must be left out
+$CODING; environment=null => data.source.kind = 'coding' | needs environment: {kind: coding}
+$CODING; data.source=$SUMS => data.source.kind = 'reasoning_gym' | must be 'coding'
+$CODING; environment.tests_s=120 => environment.tests_s = 120.0 | must be less than episodes.step_s = 120
+$CODING; data.chat_template=false => data.chat_template = False | must be true
 """
 """What is typed => the field and its value | words of the remedy; semicolons or lines part overrides."""
 
 
 def typed(text: str) -> list[str]:
-    return [SHORT.get(override, override) for override in re.split(r";\s+|\n", text.strip()) if override]
+    written = re.sub(r"\$[A-Z]+", lambda name: SHORT[name[0]], text.strip())
+    return [override for override in re.split(r";\s+|\n", written) if override]
 
 
 def refusals() -> Iterator[tuple[list[str], str, str]]:
@@ -236,9 +336,9 @@ def refusals() -> Iterator[tuple[list[str], str, str]]:
     for line in REFUSED.splitlines():
         if not line.startswith("#"):
             row += f"{line}\n"
-        if "| " in line:
+        if " |" in line:
             overrides, said = row.split("=> ")
-            field, remedy = said.split("| ")
+            field, remedy = said.split(" |")
             yield typed(overrides), field.strip(), remedy.strip()
             row = ""
     for kind in ("ppo_clip", "cispo, clip_high: 3", "decoupled_ppo", "topr", "gspo"):
@@ -255,8 +355,12 @@ def refusals() -> Iterator[tuple[list[str], str, str]]:
 
 @pytest.mark.parametrize(("overrides", "field", "remedy"), [*refusals()], ids=lambda value: str(value)[:60])
 def test_refused(config_file: Path, overrides: list[str], field: str, remedy: str) -> None:
-    found = [str(problem) for problem in check_config(load_config(config_file, overrides), FACTS)]
-    (message,) = [one for one in found if one.startswith((f"{field}: ", f"{field}.0: "))]
+    try:
+        problems = check_config(load_config(config_file, overrides), FACTS)
+    except ConfigError as refused:
+        problems = refused.problems
+    found = [str(problem) for problem in problems]
+    (message,) = [one for one in found if one.startswith((f"{field}: ", f"{field} = ", f"{field}.0: "))]
     assert remedy in message
     assert len(found) == 1 or overrides[0] == SHORT["$TOPK"], found
 
@@ -278,6 +382,13 @@ $TOPK; teachers={a: {model_path: t, sources: [chain_sum]}}
 algorithm.terms=[{kind: cross_entropy}]
 algorithm.terms=[{kind: topk_kl, top_k: 5, ids: student}]; teachers={a: {model_path: t}}; sampling.top_k=5
 $TOPK; teachers={a: {model_path: t}}; trainer.keep_sampling_mask=false
+$TOOL, max_rounds: 4}; $CHAT
+$TOOL, plain_calls: {call_prefix: '[', call_suffix: ']'}}
+$OWN; $CHAT; data.renderer=glm-4.5
+$SERVED
+$SERVED; $JUDGED; agents={policy: {}, judge: {trainable: false}}
+$SERVED; serving.host=0.0.0.0; serving.token_env=T; serving.public_host=h
+$CODING
 """
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from forgeasync.checkpoints import CheckpointLost, CheckpointNotWritten, RunState
 from forgeasync.config import TimeoutSection
-from forgeasync.controller import CheckpointTurns, Rescue, checkpoints, export, save_newest_weights
+from forgeasync.controller import Rescue, checkpoints, export, save_newest_weights
 from forgeasync.files import Refusal
 from forgeasync.models import FolderNotWritten
 from forgeasync.observability import FaultLog, RunDir, StorageFaults
@@ -119,18 +119,6 @@ def test_a_checkpoint_that_fails_is_begun_again_beside_training(
     assert outages == num_outages and steps_of(trainer) == begun
     if len(set(begun)) > 1:
         assert took_s == max_steps * STEP_S, "no step waits for a checkpoint"
-
-
-def test_the_pause_between_attempts_at_a_checkpoint_counts_seconds_not_steps() -> None:
-    turns = CheckpointTurns(20, last_step=50)
-    for now_s in (100.0, 200.0):
-        turns.refused(now_s)
-        assert not turns.is_retry_due(now_s + 9.0) and turns.is_retry_due(now_s + 10.0)
-    turns.written()
-    assert not turns.is_owed and not turns.is_retry_due(1e9)
-    turns.refused(0.0)
-    turns.lost(1.0)
-    assert turns.is_retry_due(1.0)
 
 
 class FullDisk:

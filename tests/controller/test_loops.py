@@ -350,19 +350,6 @@ def test_losses_to_age_and_to_filters_are_not_given_up_groups() -> None:
         watch.given_up(DropReason.BAD_RECORD, "at once")
 
 
-def test_a_row_of_given_up_groups_has_its_own_first_problem_and_all_reasons() -> None:
-    watch = StarvationDetector(3)
-    watch.given_up(DropReason.BAD_RECORD, "before")
-    watch.came_through()
-    watch.given_up(DropReason.UNSCORED, "the first")
-    for reason in (*AGE_REASONS, DropReason.FILTERED):
-        watch.given_up(reason, "no matter")
-    watch.given_up(DropReason.OVERSIZED, "the second")
-    with pytest.raises(NothingTrains, match=r"3 groups in a row.*the first: the first") as ended:
-        watch.given_up(DropReason.BAD_RECORD, "the third")
-    assert all(f"1 {reason}" in str(ended.value) for reason in ("unscored", "oversized", "bad_record"))
-
-
 def test_a_run_that_filters_everything_says_so() -> None:
     """Filtered groups have a limit of their own."""
     filters = "algorithm.filters=[{kind: dynamic_sampling, min_std: 100.0}]"
@@ -397,21 +384,6 @@ def test_steps_reach_what_trains_and_where_they_do_not_fit_cost_their_group_and_
     assert len(recorder.batches) == MAX_STEPS
     assert all(group.steps == (steps,) * 4 for batch in recorder.batches for group in batch.groups)
     assert recorder.problems and all("has no rewards of steps" in text for text in recorder.problems)
-
-
-def test_groups_are_with_the_scorer_side_by_side() -> None:
-    num_waiting, together = 0, asyncio.Event()
-
-    async def wait_for_a_batch(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
-        nonlocal num_waiting
-        num_waiting += len(responses)
-        if num_waiting >= 8:
-            together.set()
-        await together.wait()
-        return await score_by_text(task, responses, first)
-
-    run_scored_by(wait_for_a_batch, recorder := Recorder())
-    assert len(recorder.batches) == MAX_STEPS
 
 
 async def test_groups_that_became_too_old_are_freed() -> None:

@@ -78,12 +78,12 @@ class Console(StepConsole):
 class Recording:
     """A recorder in a folder, and what it has written."""
 
-    def __init__(self, config: RunConfig, resumed: RunState | None = None) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self.run_dir = RunDir.create(config, "", datetime(2030, 1, 1))
         self.printed = io.StringIO()
         self.config = config
         self.console = Console(config.max_steps, self.printed)
-        self.recorder = RunRecorder(config, self.run_dir, self.console, resumed, prompts=PROMPTS)
+        self.recorder = RunRecorder(config, self.run_dir, self.console, None, prompts=PROMPTS)
         self.budget = PayloadBudget(1000, excess_bytes=600)
         self.payloads = AsyncPayloadBudget(self.budget, largest_group_bytes=200)
         self.ledger = WeightLedger(lease_timeout_s=60.0)

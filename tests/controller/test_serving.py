@@ -77,20 +77,6 @@ def test_the_next_step_is_made_while_a_version_is_staged_and_publishes_after_it(
     assert sorted(generators.swapped)[-1] == (1, 4), "the last version is served before the run ends"
 
 
-def test_without_age_a_step_waits_until_the_version_before_is_served() -> None:
-    trainer = HeldTrainer()
-    run = make_run(make_config("max_off_policy_steps=0"), trainer=trainer)
-
-    async def body() -> None:
-        for version in range(1, MAX_STEPS + 1):
-            await let_others_run()
-            assert len(trainer.steps) == version and trainer.begun[-1] == version
-            trainer.let_go[version].set()
-
-    run_loops(run, body)
-    assert len(trainer.steps) == MAX_STEPS
-
-
 def test_an_evaluation_waits_until_its_version_is_staged() -> None:
     trainer, recorder = HeldTrainer(), Recorder()
     config = make_config("max_off_policy_steps=2", "evaluation.every_steps=1", "evaluation.mode=pinned")
@@ -142,12 +128,10 @@ class HeldGenerators(Generators):
 
 
 @asynccontextmanager
-async def serving(
-    generators: Generators, recorder: Recorder | None = None
-) -> AsyncIterator[tuple[GrpoRun, Trainer]]:
+async def serving(generators: Generators) -> AsyncIterator[tuple[GrpoRun, Trainer]]:
     """A run whose serving loops go on, and its trainer."""
     trainer = Trainer()
-    run = make_run(make_config(), generators=generators, trainer=trainer, recorder=recorder)
+    run = make_run(make_config(), generators=generators, trainer=trainer)
     async with asyncio.TaskGroup() as group:
         loops = [group.create_task(loop) for loop in run.serving.loops()]
         yield run, trainer

@@ -3,33 +3,182 @@
 import asyncio
 import contextlib
 import json
+import os
+import subprocess
+import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
-from forgeasync.config import Ending, RemoteEnvironment
+from forgeasync.config import Ending, EpisodesSection, RemoteEnvironment
 from forgeasync.environments import (
+    Environment,
     EpisodeInterrupted,
     SessionServer,
     ToolCall,
+    TurnRequest,
     build_environment,
     check_environment,
 )
-from forgeasync.rollouts import Task
-from forgeasync.testing import ScriptedAgent, scripted_turn
-from tests.support.bridges.episodes import run_episodes, task
-from tests.support.bridges.programs import (
-    Program,
-    begin,
-    openenv_bridge,
-    openenv_games,
-    openenv_options,
-    verifiers_bridge,
-)
+from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Task
+from forgeasync.testing import ScriptedAgent, ScriptedGenerator, scripted_turn
 from tests.support.environment_runs import train, turns_of
+from tests.support.episodes import TOKENIZER, make_episodes
+from tests.support.tiers import Starts, starts
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HERE = REPOSITORY / "tests" / "support" / "bridges"
+
+UP_S = 120.0
+"""Time for a program to come up, also on a busy machine."""
+
+
+@dataclass(kw_only=True)
+class Program:
+    """A program that listens at ``url``."""
+
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    url: str = ""
+
+    @property
+    def said(self) -> str:
+        """Everything that it has printed."""
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")
+
+    def kill(self) -> None:
+        """End it with all of its processes, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, 9)
+        self.process.wait()
+
+    def section(self, **keys: object) -> RemoteEnvironment:
+        """The section of a config for episodes that it runs."""
+        return RemoteEnvironment.model_validate({"kind": "remote", "url": self.url} | keys)
+
+
+def begin(package: str, *arguments: str, **variables: str) -> Program:
+    """Start a program by the Python that has ``package``."""
+    python = REPOSITORY / f".venv-{package}" / "bin" / "python"
+    assert (python.parents[1] / "installed").exists(), (
+        f".venv-{package} is missing, in which this test starts {package}: make .venv-{package}"
+    )
+    log = tempfile.TemporaryFile("a+b")
+    process = subprocess.Popen(
+        [str(python), *arguments],
+        cwd=REPOSITORY,
+        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/tmp"), "HF_HUB_OFFLINE": "1"}
+        | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+        | variables,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    return Program(process=process, log=log)
+
+
+@starts(Starts.PROCESSES)
+@contextlib.contextmanager
+def running(package: str, *arguments: str, **variables: str) -> Iterator[Program]:
+    """A program that has said where it listens."""
+    program = begin(package, *arguments, **variables)
+    try:
+        deadline = time.monotonic() + UP_S
+        while "listening on " not in program.said:
+            assert program.process.poll() is None, program.said[-2000:]
+            assert time.monotonic() < deadline, "the program does not come up"
+            time.sleep(0.05)
+        program.url = program.said.partition("listening on ")[2].split()[0]
+        yield program
+    finally:
+        program.kill()
+
+
+def verifiers_bridge(**variables: str) -> contextlib.AbstractContextManager[Program]:
+    """A bridge to the words that ``verifiers_words.py`` asks for."""
+    config = str(HERE / "verifiers_words.toml")
+    return running("verifiers", "examples/remote/verifiers_bridge.py", "0", config, **variables)
+
+
+def openenv_games(port: int = 0) -> contextlib.AbstractContextManager[Program]:
+    """A server of the environments of ``openenv_games.py``."""
+    return running("openenv", str(HERE / "openenv_games.py"), str(port))
+
+
+def openenv_options(games: Program, game: str, options: Sequence[str]) -> list[str]:
+    """The command line of a bridge to one of the games."""
+    return ["examples/remote/openenv_bridge.py", "0", "--url", f"{games.url}/{game}", *options]
+
+
+def openenv_bridge(games: Program, game: str, *options: str) -> contextlib.AbstractContextManager[Program]:
+    """A bridge to one of the games."""
+    return running("openenv", *openenv_options(games, game, options))
+
+
+def task(**record: Any) -> Task:
+    return Task(
+        task_id="t7",
+        prompt=record.pop("prompt", "say it"),
+        answer=record.pop("answer", "it"),
+        source_index=7,
+        source="words",
+        record=record,
+    )
+
+
+def run_episodes(
+    environment: Environment,
+    tasks: Sequence[Task],
+    texts: Sequence[str],
+    *,
+    section: Mapping[str, Any] | None = None,
+    max_context_length: int = 2000,
+    before_turn: Callable[[int], None] = lambda number: None,
+    limit_s: float = 60.0,
+) -> tuple[list[EpisodeOutcome], list[ScriptedGenerator]]:
+    """Run one episode for each task, all at once; every episode's model says ``texts``.
+
+    ``before_turn`` is called with the number of turns so far, on a thread of its own.
+    """
+
+    async def go() -> tuple[list[EpisodeOutcome], list[ScriptedGenerator]]:
+        async with SessionServer() as sessions:
+            episodes = make_episodes(
+                environment,
+                max_context_length=max_context_length,
+                section=EpisodesSection(**(section or {})),
+                limit_s=limit_s,
+                open_session=sessions.open,
+            )
+            models = [ScriptedGenerator(TOKENIZER, texts) for _ in tasks]
+
+            async def sample(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
+                model = models[episode.index]
+                await asyncio.to_thread(before_turn, len(model.paths))
+                return await model(request)
+
+            outcomes = await asyncio.gather(
+                *(
+                    episodes.run(
+                        one,
+                        EpisodeId(group_id=9, index=index),
+                        max_turn_tokens=50,
+                        sample=sample,
+                        keeps_record=True,
+                    )
+                    for index, one in enumerate(tasks)
+                )
+            )
+            assert episodes.num_stuck == 0
+            return outcomes, models
+
+    return asyncio.run(go())
+
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.processes]
 

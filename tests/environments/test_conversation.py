@@ -1,6 +1,5 @@
 """Which turn messages continue, and what an agent refuses."""
 
-import asyncio
 import copy
 import dataclasses
 import json
@@ -213,23 +212,6 @@ async def test_a_turn_says_which_text_ended_it() -> None:
     assert (await agent.respond("x")).stop_text is None
 
 
-async def test_turns_may_be_asked_for_together() -> None:
-    """Sub-agents that ask the same thing at the same time get an answer each."""
-    tokenizer = make_tokenizer(CHATML)
-
-    class Slow(ScriptedGenerator):
-        async def __call__(self, request: TurnRequest) -> SampledTurn | None:
-            await asyncio.sleep(0.01)
-            return await super().__call__(request)
-
-    model = Slow(tokenizer, ["a", "b", "c"])
-    agent = make_agent(model, tokenizer)
-    turns = await asyncio.gather(agent.respond("x"), agent.respond("x"))
-    assert {turn.text for turn in turns} == {"a", "b"} and agent.num_turns == 2
-    await agent.respond([user("x"), assistant("b"), user("y")])
-    assert model.requests[-1].after == 1 and agent.num_rewritten == 0
-
-
 @pytest.mark.parametrize("role", ["user", "tool"])
 async def test_text_from_outside_does_not_become_a_token_with_a_meaning(role: str) -> None:
     """A tool's output that ends its message and speaks for the model is text like any other."""
@@ -362,69 +344,6 @@ def test_the_tree_finds_what_a_naive_search_finds(data: st.DataObject) -> None:
                 followed.add(found.after.kept)
     assert tree.num_turns == len(paths)
     assert [one.kept for one in tree.leaves] == [one for one in range(len(paths)) if one not in followed]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.one_of(ANSWERS, OTHERS), st.one_of(ANSWERS, OTHERS))
-def test_the_same_messages_have_the_same_key(ours: Message, theirs: Message) -> None:
-    ours, theirs = checked_message("ours", ours), checked_message("theirs", theirs)
-    if is_same_message(ours, theirs):
-        assert lookup_key(ours) == lookup_key(theirs)
-    # The key has all that a client cannot drop.
-    bare = {key: theirs[key] for key in ("role", "content", "tool_calls") if key in theirs}
-    for call in bare.get("tool_calls", ()):
-        call.pop("id", None)
-    assert is_same_message(ours, bare) == (lookup_key(ours) == lookup_key(bare))
-
-
-class CountingMessage(dict[str, Any]):
-    """A message that counts how often it is compared with another."""
-
-    num_compared = 0
-
-    def __eq__(self, other: object) -> bool:
-        CountingMessage.num_compared += 1
-        return dict.__eq__(self, other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("drops_reasoning", [False, True])
-def test_messages_of_long_episodes_are_compared_once_or_twice(
-    drops_reasoning: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """1,000 turns: ten conversations of 100, in which all turns say the same, as loops with a tool do."""
-
-    def counting(ours: Message, theirs: Message) -> bool:
-        CountingMessage.num_compared += 1
-        return is_same_message(ours, theirs)
-
-    monkeypatch.setattr(conversation, "is_same_message", counting)
-    tree: ConversationTree[int] = ConversationTree()
-    for agent in range(10):
-        messages: list[Message] = [CountingMessage(role="system", content=f"agent {agent}")]
-        for number in range(100):
-            messages.append(CountingMessage(role="user", content="go on"))
-            CountingMessage.num_compared = 0
-            found = tree.find(tuple(messages), ())
-            assert (found.num_known, found.is_rewritten) == (len(messages) - 1 if number else 0, False)
-            # Where reasoning was dropped, a turn and what followed it are two places with the same message.
-            assert CountingMessage.num_compared <= 2 * len(messages)
-            CountingMessage.num_compared = 0
-            answer = CountingMessage(role=ASSISTANT, content="", reasoning_content=f"thought {number % 7}")
-            tree.add((*messages, answer), (), tree.num_turns, after=found.after)
-            assert CountingMessage.num_compared <= 2 * len(messages)
-            messages.append(
-                CountingMessage(role=ASSISTANT, content="") if drops_reasoning else CountingMessage(answer)
-            )
-    messages[101] = CountingMessage(role="user", content="something else")
-    messages.append(CountingMessage(role="user", content="go on"))
-    CountingMessage.num_compared = 0
-    found = tree.find(tuple(messages), ())
-    assert (found.num_known, found.is_rewritten) == (101, True)
-    assert len(tree.own_turns(messages)) == 100
-    # Seven thoughts are told apart one by one where all else is equal, and there are turns enough of each.
-    assert CountingMessage.num_compared <= 10 * len(messages)
 
 
 def test_a_history_makes_no_more_work_than_the_tree_is_large(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from forgeasync.config import AnswerPart, DataSection, PythonReward, ScorerSection, load_config, named_sources
+from forgeasync.config import DataSection, PythonReward, ScorerSection, load_config, named_sources
 from forgeasync.controller import check_plan
-from forgeasync.environments import build_source, digest_of, final_answer, preview_data
+from forgeasync.environments import build_source, digest_of, preview_data
 from forgeasync.rollouts import PromptEncoder, Task
 from forgeasync.schema import ConfigError
 from forgeasync.scoring import ProblemDiffers, VerifierPool, verifier_choice
@@ -153,24 +153,6 @@ class TestReasoningGymScorer:
             for task in (*source.train, *source.held_out):
                 found = value(scorer, task, response.format(task.answer))
                 assert found < 1.0 if expected is None else found == expected
-
-    @pytest.mark.parametrize(
-        ("sentence", "number"),
-        [
-            ("The sum of 8 and 9 is 17.", "17"),
-            ("8 - 9 = -1", "-1"),
-            ("So x-3", "3"),
-            ("(8)-9", "9"),
-            ("It is -4.50, I think", "-4.50"),
-            ("about 1,234,567!", "1234567"),
-            ("1, 2, 3", "3"),
-            ("**Answer:** $\\boxed{12}$", "12"),
-            ("no idea", None),
-            ("", None),
-        ],
-    )
-    def test_last_number_of_a_sentence(self, sentence: str, number: str | None) -> None:
-        assert final_answer(sentence, prefix="", part=AnswerPart.LAST_NUMBER) == number
 
     def test_a_task_of_another_seed_is_refused(self) -> None:
         data = sums()

@@ -56,28 +56,6 @@ def test_both_turns_train_as_exactly_as_one(tmp_path: Path) -> None:
     assert len(shown(run.run_dir, None, as_json=False)) == len(run.rollouts) + 1
 
 
-def test_an_agent_with_its_own_loop_trains_through_a_session(tmp_path: Path) -> None:
-    """It samples two drafts, goes on from the first of them, and knows nothing of training."""
-    run = train(tmp_path, "{kind: python, factory: tests.support.own_loops.OwnLoop}", num_steps=20)
-    assert run.steps[0]["episode/turns_mean"] == 3.0
-    assert {line.get("episode/turns_mean", 3.0) for line in run.steps} == {3.0}
-    assert run.last["episode/num_rewritten_histories"] == run.last["episode/num_turns_from_text"] == 0
-    assert run.last["session/num_requests"] >= 2 * len(run.rollouts) and run.last["session/num_failed"] == 0
-    assert run.last["session/num_not_honoured"] >= len(run.rollouts), "the drafts' temperature"
-
-
-def test_a_model_without_a_chat_template_calls_python_during_a_run(tmp_path: Path) -> None:
-    plain = "{call_prefix: '+', call_suffix: '-', result_suffix: ' = ', error_text: '0'}"
-    environment = f"{{kind: python_tool, max_rounds: 3, plain_calls: {plain}}}"
-    last = train(tmp_path, environment, "max_off_policy_steps=0").last
-    num_calls = sum(num for key, num in last.items() if key.startswith("episode/num_tool_calls_"))
-    assert num_calls > last["episode/num_tool_calls_unreadable"] > 0
-    assert 1.0 < last["episode/turns_mean"] <= 4.0
-    assert 0.0 < last["episode/tool_call_p50_s"] <= last["episode/tool_call_max_s"] < last["episode/max_s"]
-    assert last["episode/ended_environment_crash"] == 0
-    assert last["mismatch/fresh_logprob_abs_mean"] < 1e-5
-
-
 def test_a_run_trains_on_what_the_example_server_scores(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "examples/remote/server.py", "0"]
     server = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.config import Ending
-from forgeasync.environments import MAX_FILES, EpisodeArtifacts, artifact_folder_name, episode_record
+from forgeasync.environments import MAX_FILES, EpisodeArtifacts, episode_record
 from forgeasync.environments.agent import MAX_BYTES
-from forgeasync.rollouts import EpisodeId
 from tests.support.buffer_world import make_task
 from tests.support.disks import small_disk
 
@@ -68,25 +67,6 @@ def test_a_record_has_what_there_is_room_for(branches: list[list[dict[str, Any]]
             other[key].startswith(one[key]) for key in ("content", "reasoning_content") if key in other
         )
     json.dumps(record, allow_nan=False)
-
-
-def test_a_message_that_is_too_large_keeps_the_beginnings_of_its_texts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Sizes by hand: a character beyond ASCII takes six bytes, a line's end two."""
-    first = {"role": "user", "content": "a"}
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "y" * 100}}}
-    large = {"role": "assistant", "content": "äb\n" * 50, "reasoning_content": "hm", "tool_calls": [call]}
-    bare = size({"role": "assistant", "content": "", "reasoning_content": ""})
-    episodes = import_module("forgeasync.environments.episodes")
-    monkeypatch.setattr(episodes, "MAX_BYTES", size(first) + bare - 1)
-    record = record_of([first, large, first], [first])
-    assert record["agents"][0]["branches"] == [[first], []], "what follows is not kept without it"
-    monkeypatch.setattr(episodes, "MAX_BYTES", size(first) + bare + 6 + 1 + 2 + 6)
-    record = record_of([first, large, first], [first])
-    part = {"role": "assistant", "content": "äb\nä", "reasoning_content": ""}
-    assert record["agents"][0]["branches"] == [[first, part], []]
-    assert record["num_cut_bytes"] == size(large) - size(part) + 2 * size(first)
 
 
 def test_arguments_that_json_has_not_are_kept_as_text() -> None:
@@ -149,8 +129,3 @@ def test_a_full_disk_costs_a_file_and_no_episode(tmp_path: Path) -> None:
 def test_data_is_bytes_or_text(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="data of artifact 'a' is dict; must be bytes or a string"):
         EpisodeArtifacts(folder=tmp_path).keep("a", {})  # type: ignore[arg-type]
-
-
-def test_attempts_have_folders_of_their_own() -> None:
-    assert artifact_folder_name(EpisodeId(group_id=12, index=3, attempt=1)) == "12-3-1"
-    assert artifact_folder_name(EpisodeId(group_id=-4, index=0)) == "evaluation_4-0-0"

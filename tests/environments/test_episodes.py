@@ -116,12 +116,11 @@ def run(
 async def run_past_deadline(
     episodes: Episodes,
     clock: HandTime,
-    sample: Sampler | None = None,
     *,
     has_begun: Callable[[], bool] = lambda: True,
 ) -> EpisodeOutcome:
     """One episode, during which time passes from where it has begun what it does."""
-    (running,) = start(episodes, sample or Models(), num_episodes=1)
+    (running,) = start(episodes, Models(), num_episodes=1)
     await clock.stand_until(has_begun)
     await clock.pass_until(running.done)
     return await running

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.checkpoints import data_order, differences
-from forgeasync.config import DataSection, EvaluationSection, check_without_model, named_sets, named_sources
+from forgeasync.config import DataSection, EvaluationSection, named_sets, named_sources
 from forgeasync.environments import (
     StoredTasks,
     TaskOrder,
@@ -25,7 +25,6 @@ from forgeasync.environments import (
 from forgeasync.rollouts import Task
 from forgeasync.schema import ConfigError
 from tests.support.buffer_world import make_task
-from tests.support.config_samples import minimal_config
 from tests.support.loops import Generators, make_config, make_problem, make_run
 
 OWN = "tests.support.own_rewards"
@@ -123,11 +122,6 @@ class TestSeveral:
 
 
 class TestOrder:
-    def test_one_source_is_issued_as_ever(self) -> None:
-        tasks = [make_task(index) for index in range(7)]
-        plain, order = TaskOrder(tasks, seed=5), weighted_order(tasks, {"s": 3.0}, seed=5)
-        assert [order.next() for _ in range(20)] == [plain.next() for _ in range(20)]
-
     def test_draws_are_in_proportion_and_every_source_makes_whole_passes(self) -> None:
         tasks = [make_task(index, source) for source, num in (("a", 5), ("b", 50)) for index in range(num)]
         order = weighted_order(tasks, {"a": 3.0, "b": 1.0}, seed=1)
@@ -226,16 +220,6 @@ def test_a_checkpoint_from_before_these_keys_has_the_same_data() -> None:
     assert dataclasses.replace(make_problem(1), record={"a": 1}) != make_problem(1)
 
 
-def test_rewards_beside_an_environment_are_refused() -> None:
-    """The environment scores its episodes: they would never be asked."""
-    own = "{kind: python, factory: tests.support.own_rewards.length}"
-    environment = "environment={kind: python, factory: tests.support.environments.TryAgain}"
-    assert check_without_model(minimal_config(environment)) == []
-    found = check_without_model(minimal_config(environment, f"data.reward={own}"))
-    assert [problem.field for problem in found] == ["data.reward"]
-    assert "environment" in str(found[0])
-
-
 # ---- tasks in memory, and the order in which they are issued
 
 
@@ -278,13 +262,6 @@ def test_there_is_none_outside() -> None:
         with pytest.raises(IndexError):
             stored[index]
     assert not StoredTasks()
-
-
-def test_they_are_issued_in_the_order_of_a_list() -> None:
-    tasks = [make_task(index, "ab"[index % 3 == 0]) for index in range(50)]
-    orders = [weighted_order(one, {"a": 1.0, "b": 3.0}, seed=3) for one in (tasks, StoredTasks(tasks))]
-    issued, others = ([order.next() for _ in range(200)] for order in orders)
-    assert issued == others and {task.source for task in issued} == {"a", "b"}
 
 
 def take(order: TaskOrder, count: int) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from forgeasync.config import RemoteEnvironment, check_without_model, load_config
+from forgeasync.config import RemoteEnvironment
 from forgeasync.environments import (
     Agent,
     ContextFull,
@@ -20,9 +20,7 @@ from forgeasync.environments import (
     check_environment,
 )
 from forgeasync.rollouts import Score, Task
-from forgeasync.schema import ConfigError
 from forgeasync.testing import ScriptedAgent
-from tests.support.config_samples import CONFIGS, minimal_config
 
 TASK = Task(task_id="7", prompt="1 + 3 =", answer="4", source_index=7, source="sums", record={"level": 3})
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -241,29 +239,3 @@ def test_an_episode_that_is_cancelled_is_cancelled_on_the_server() -> None:
 
     rollout(held.post, delete=held.delete, use=cancel)
     assert held.deleted == held.begun and len(held.begun) == 1
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "127.0.0.1:9000",
-        "https://127.0.0.1:9000",
-        "http://127.0.0.1",
-        "http://127.0.0.1:9000/x",
-        "http://10.0.0.1:9",
-    ],
-)
-def test_a_url_that_cannot_work_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"environment\.url = .*http://127\.0\.0\.1:9000"):
-        load_config(CONFIGS / "tiny_moe_cpu.yaml", [f"environment={{kind: remote, url: '{url}'}}"])
-
-
-def test_what_else_of_a_config_cannot_work_is_refused() -> None:
-    url = "url: 'http://127.0.0.1:9000'"
-    with pytest.raises(ConfigError, match=r"environment\.task_fields\.a = 'text'.*record"):
-        load_config(
-            CONFIGS / "tiny_moe_cpu.yaml", [f"environment={{kind: remote, {url}, task_fields: {{a: text}}}}"]
-        )
-    config = minimal_config(f"environment={{kind: remote, {url}}}", "agents={a: {}, b: {}}")
-    (problem,) = check_without_model(config)
-    assert problem.field == "agents" and "'remote' talks to one agent" in problem.remedy

@@ -168,12 +168,6 @@ def test_shown_examples_are_worked_out_behind_a_right_response(tasks: list[Task]
     assert min(forms.values()) > 8, "both kinds of right responses"
 
 
-def test_without_a_share_nothing_is_guessed(tasks: list[Task]) -> None:
-    examples = list(mixed_examples(tasks, make_warmup(examples_per_step=60), Random(0)))
-    assert [example.response for example in examples] == [worked_example(task) for task in tasks]
-    assert {example.weight for example in examples} == {1.0}
-
-
 def test_an_examples_weight_reaches_the_trainer(tasks: list[Task]) -> None:
     tokenizer = build_tokenizer(text for task in tasks for text in (task.prompt, worked_example(task)))
     example = Example(task=tasks[0], pieces=(Piece(text=guess(tasks[0], error=1)),), weight=8.5)

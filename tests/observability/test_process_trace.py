@@ -124,14 +124,6 @@ def test_only_states_that_are_too_short_are_left_out(events: list[tuple[float, S
             assert (at_then or [State.STARTING])[-1] is state
 
 
-def test_a_state_that_is_too_short_counts_as_the_one_after_it() -> None:
-    pending = Pending(State.STARTING, max_lines=10)
-    for at_s in (1.0, 2.0):
-        pending.change(at_s, State.COMPUTING)
-        pending.change(at_s + SHORTEST_S / 2, State.FETCHING)
-    assert pending.take(3.0, says_lived=True) == [Changed(at_s=1.0, state=State.FETCHING)]
-
-
 def test_what_is_too_much_is_counted_and_the_newest_state_is_said() -> None:
     pending = Pending(State.STARTING, max_lines=3)
     for number in range(10):

@@ -142,15 +142,6 @@ def test_what_is_written_has_its_episode_and_keeps_its_files(tmp_path: Path) -> 
     assert {one.name for one in artifacts.iterdir()} == kept | others
 
 
-def test_a_rollout_without_a_record_says_so(tmp_path: Path) -> None:
-    records = EpisodeRecords(tmp_path / "artifacts")
-    with RolloutWriter(tmp_path / "rollouts.jsonl", per_step=1, episodes=records) as writer:
-        writer.write(1, [make_group(0, 1)])
-    assert json.loads((tmp_path / "rollouts.jsonl").read_text())["episode_record"] is None
-    records.forget([7])
-    records.close()
-
-
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 4)), max_size=30))
 def test_never_more_are_held_than_may_be(actions: list[tuple[bool, int, int]]) -> None:
     """Groups come and go; what does not fit is counted."""

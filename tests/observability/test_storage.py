@@ -182,14 +182,6 @@ def test_faults_are_counted_by_role_and_kept_in_the_file(tmp_path: Path) -> None
     assert [one.role for one in log.open] == [Role.SCORER]
 
 
-def test_a_fault_is_recovered_from_once() -> None:
-    log = FaultLog()
-    fault = log.detected(Role.BUFFER, "buffer", "has died")
-    log.recovered(fault, "was restored")
-    with pytest.raises(AssertionError):
-        log.recovered(fault, "was restored")
-
-
 def test_lines_that_the_disk_refuses_are_written_later(tmp_path: Path) -> None:
     file = tmp_path / "not there yet" / "faults.jsonl"
     log = FaultLog(file)

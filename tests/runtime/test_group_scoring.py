@@ -84,31 +84,6 @@ async def some_turns(num: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-class TestScore:
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            ({"value": math.nan}, "nan"),
-            ({"value": math.inf}, "inf"),
-            ({"value": "1.0"}, "'1.0'"),
-            ({"value": None}, "None"),
-            ({"value": True}, "True"),
-            # What no float can hold, and what none in 32 bits can.
-            ({"value": 10**400}, "finite"),
-            ({"value": 1e39}, "a score must be finite, at most 1e"),
-            # Correctness is said, and not guessed from the value.
-            ({"value": 1.0, "is_correct": 1}, "is_correct"),
-        ],
-    )
-    def test_what_is_no_score_is_refused_by_name(self, fields: dict[str, object], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            Score(**({"is_correct": False} | fields))
-
-    def test_numbers_of_numpy_are_numbers_and_a_low_score_may_be_correct(self) -> None:
-        assert type(Score(value=np.float32(0.5), is_correct=False).value) is float, "as files are written"
-        assert Score(value=-3, is_correct=True).is_correct
-
-
 class Scorers:
     """Scorers whose calls wait until they are told to go on; they keep what they were asked for."""
 
@@ -209,21 +184,6 @@ class TestGroupScoring:
         assert not group.done() and not scorers.asked
         scorers.replace(0)
         assert await group == scores(1)
-
-    async def test_groups_are_scored_side_by_side_up_to_the_bound(self) -> None:
-        num_running = most = 0
-
-        async def call(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
-            nonlocal num_running, most
-            num_running += 1
-            most = max(most, num_running)
-            await some_turns()
-            num_running -= 1
-            return scored(0.5)
-
-        _, groups = pool_of(call, max_in_flight=3)
-        await asyncio.gather(*(groups.score(f"group {number}", TASK, responses(1)) for number in range(10)))
-        assert most == 3
 
     @pytest.mark.parametrize(
         ("failures", "max_attempts", "metric"),

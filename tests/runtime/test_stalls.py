@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync import waiting
 from forgeasync.runtime import (
     Frame,
     Progress,
@@ -151,17 +150,6 @@ async def test_a_call_is_named_with_its_line_and_with_how_many_wait_for_it() -> 
     assert monitor.startswith("Monitor.until (forgeasync/waiting.py:")
     assert monitor.endswith(": await changed) (3 of these)")
     assert within.startswith("happens_within (forgeasync/waiting.py:") and within.endswith(": await event)")
-
-
-async def test_the_number_of_calls_has_a_bound() -> None:
-    namespace: dict[str, Any] = {}
-    for number in range(MAX_CALLS + 3):
-        # Code that says that it is in a file of the run.
-        code = compile(f"async def call{number}(event): await event.wait()", waiting.__file__, "exec")
-        exec(code, namespace)
-    event = asyncio.Event()
-    async with tasks_of(*(namespace[f"call{number}"](event) for number in range(MAX_CALLS + 3))) as tasks:
-        assert awaited_calls(tasks).split("; ")[MAX_CALLS:] == ["3 more"]
 
 
 @pytest.fixture

@@ -96,8 +96,8 @@ class Engines:
         return answer
 
 
-def teaching_by(model: Any, section: TeacherSection, *, room: int = 2, limit_s: float = 30.0) -> Teachers:
-    teacher = Teacher(name="t", section=section, model=model, prompts=PROMPTS, room=asyncio.Semaphore(room))
+def teaching_by(model: Any, section: TeacherSection, *, limit_s: float = 30.0) -> Teachers:
+    teacher = Teacher(name="t", section=section, model=model, prompts=PROMPTS, room=asyncio.Semaphore(2))
     return Teachers({"sums": teacher}, limit_s)
 
 
@@ -109,11 +109,6 @@ def teaching(engines: Engines, *, max_attempts: int = 3, limit_s: float = 30.0) 
 
 def teach(one: Teachers, *scores: Score) -> object:
     return asyncio.run(one.teach(4, TASK, ROLLOUTS, scores or None))  # type: ignore[arg-type]
-
-
-def test_without_teachers_a_group_comes_back_as_it_is() -> None:
-    assert teach(Teachers()) is ROLLOUTS
-    assert Teachers().metrics() == {}
 
 
 def test_lost_engines_and_refused_answers_are_tried_again() -> None:

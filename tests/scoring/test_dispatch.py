@@ -155,21 +155,6 @@ def test_an_item_goes_to_the_replica_with_the_least_to_do() -> None:
     assert sorted(one.replica for one in assigned(dispatcher)) == [0, 0, 0, 1, 1, 2, 2]
 
 
-def test_a_lost_replica_gives_its_items_to_the_others_and_its_late_answers_do_not_count() -> None:
-    dispatcher = make(2)
-    submitted(dispatcher, 4)
-    before = assigned(dispatcher)
-    assert dispatcher.replica_down(0, 0.0) == ()
-    again = assigned(dispatcher)
-    lost = [one for one in before if one.replica == 0]
-    assert [one.item for one in again] == [one.item for one in lost]
-    assert {one.replica for one in again} == {1}
-    assert dispatcher.scored(again[0]) is DispatchOutcome.SCORED
-    assert [dispatcher.scored(one) for one in lost] == [DispatchOutcome.DISCARDED, DispatchOutcome.DISCARDED]
-    assert dispatcher.failed(lost[1], 0.0) is DispatchOutcome.DISCARDED
-    assert dispatcher.scored(again[1]) is DispatchOutcome.SCORED
-
-
 def test_waits_before_further_attempts_double() -> None:
     dispatcher = make(max_attempts=4)
     submitted(dispatcher, 1)
@@ -183,16 +168,6 @@ def test_waits_before_further_attempts_double() -> None:
     (one,) = assigned(dispatcher, now_s)
     assert dispatcher.failed(one, now_s) is DispatchOutcome.GIVEN_UP
     assert dispatcher.counts.num_retried == 3 and dispatcher.counts.num_given_up == 1
-
-
-def test_what_is_not_available_costs_no_attempt_until_it_has_stayed_away_for_too_long() -> None:
-    dispatcher = make(max_attempts=1, max_unavailable_s=60.0)
-    submitted(dispatcher, 1)
-    for now_s in (0.0, 20.0, 40.0, 59.0):
-        (one,) = assigned(dispatcher, now_s)
-        assert dispatcher.deferred(one, now_s, 1.0) is DispatchOutcome.AGAIN
-    (one,) = assigned(dispatcher, 60.0)
-    assert dispatcher.deferred(one, 60.0, 1.0) is DispatchOutcome.GIVEN_UP
 
 
 def test_one_that_ends_replicas_is_found_out_and_others_are_not_given_up() -> None:

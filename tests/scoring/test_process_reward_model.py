@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -33,7 +32,6 @@ from forgeasync.scoring import (
     try_rewards,
     written_steps,
 )
-from forgeasync.trainer import AdvantageSpan, spread
 from tests.support.config_samples import source_with
 from tests.support.families import STEP_TAG, process_reward_head, write_process_reward_model
 from tests.support.tiers import Starts, starts
@@ -382,15 +380,6 @@ def test_a_response_without_a_whole_step_has_one_of_0_as_its_group_needs() -> No
         assert (score.value, score.is_correct, score.has_answer) == (0.0, False, False)
     long = score_without_steps(Response("x", 1, FinishReason.STOP), status=ScoreStatus.OVERSIZED)
     assert long.status is ScoreStatus.OVERSIZED
-
-
-def test_scores_come_to_the_policys_tokens_of_their_step() -> None:
-    # The policy's tokens are "ab" ";" "c;" "d" "e" <end>, one across two steps; the last step was cut.
-    score = scored("ab;c;de", [0.5, 0.25], how=StepsValue.LAST, finish_reason=FinishReason.LENGTH)
-    spans = [*(AdvantageSpan(end=step.end, value=step.value) for step in score.steps)]
-    spans.append(AdvantageSpan(end=None, value=0.0))
-    advantages_T = spread(spans, np.array([0, 2, 3, 5, 6, 7]), num_characters=7)
-    assert torch.equal(torch.from_numpy(advantages_T), torch.tensor([0.5, 0.5, 0.25, 0.0, 0.0, 0.0]))
 
 
 def test_a_section_refuses_what_does_not_fit_together() -> None:

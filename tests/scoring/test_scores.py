@@ -20,6 +20,7 @@ from tests.support.rollouts import make_stored_rollout
 
 class TestScore:
     def test_value_and_correctness_may_be_given_by_place(self) -> None:
+        assert type(Score(np.float32(0.5), False).value) is float, "as files are written"
         score = Score(np.float32(0.5), True, parts={"format": 1}, penalties={"tools": 0})
         assert (score.value, score.is_correct, score.has_answer) == (0.5, True, True)
         assert score.parts == {"format": 1.0} and type(score.parts["format"]) is float
@@ -27,6 +28,16 @@ class TestScore:
     @pytest.mark.parametrize(
         ("fields", "said"),
         [
+            ({"value": math.nan}, "nan"),
+            ({"value": math.inf}, "inf"),
+            ({"value": "1.0"}, "'1.0'"),
+            ({"value": None}, "None"),
+            ({"value": True}, "True"),
+            # What no float can hold, and what none in 32 bits can.
+            ({"value": 10**400}, "finite"),
+            ({"value": 1e39}, "a score must be finite, at most 1e"),
+            # Correctness is said, and not guessed from the value.
+            ({"value": 1.0, "is_correct": 1}, "is_correct"),
             ({"parts": {"format": math.nan}}, "'format' in parts of a score must be finite"),
             ({"parts": {"format": "1"}}, "'format' in parts of a score must be a number, not '1'"),
             ({"parts": {"a b": 1.0}}, "names.*not 'a b'"),
@@ -50,7 +61,7 @@ class TestScore:
         self, fields: dict[str, object], said: str
     ) -> None:
         with pytest.raises(ValueError, match=said):
-            Score(0.0, False, **fields)
+            Score(**({"value": 0.0, "is_correct": False} | fields))
 
     @pytest.mark.parametrize(("end", "value"), [(0, 1.0), (True, 1.0), (1.5, 1.0), (3, math.nan), (3, None)])
     def test_a_step_ends_somewhere_and_has_a_number(self, end: object, value: object) -> None:

@@ -554,10 +554,9 @@ def make_roles(
     buffer: LocalBuffer,
     groups: GroupSampler | None = None,
     teaching: Teachers | None = None,
-    scorer: GroupScoring | None = None,
 ) -> Roles:
     """The generators sample single responses unless ``groups`` are given."""
-    config, scorer = prepared.config, scorer or make_scoring(prepared.config)
+    config, scorer = prepared.config, make_scoring(prepared.config)
     groups = groups or ResponseGroups(
         generators,
         scorer,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from renderers.base import RENDERER_REGISTRY, _populate_registry
 
-from forgeasync.config import RendererName, check_without_model
+from forgeasync.config import RendererName
 from forgeasync.controller import check_plan
 from forgeasync.environments import (
     CheckRow,
@@ -128,23 +128,6 @@ def test_a_named_renderer_that_does_not_fit(name: RendererName, arguments: dict,
     tokenizer = family_tokenizer("qwen3.5")
     with pytest.raises(ValueError, match=f"(?i){problem}"):
         choose_renderer(tokenizer, chat_template=True, name=name, template_arguments=arguments)
-
-
-ENVIRONMENT, CHAT = "environment={kind: python, factory: a.b}", "data.chat_template=true"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "field", "remedy"),
-    [
-        ([ENVIRONMENT, "data.renderer=qwen3"], "data.renderer", "needs data.chat_template = true"),
-        ([CHAT, "data.renderer=template"], "data.renderer", "the messages of an environment"),
-        ([ENVIRONMENT, CHAT, "data.system_prompt=Hi"], "data.system_prompt", "must be left out"),
-    ],
-)
-def test_what_contradicts_is_refused(overrides: list[str], field: str, remedy: str) -> None:
-    assert not check_without_model(minimal_config(ENVIRONMENT, CHAT, "data.renderer=glm-4.5"))
-    (problem,) = check_without_model(minimal_config(*overrides))
-    assert problem.field == field and remedy in problem.remedy
 
 
 # ---- its checks
@@ -269,17 +252,6 @@ def test_what_rendering_anew_may_leave_out(answer: str, is_same: bool) -> None:
 )
 def test_given_tokens_may_not_differ(text: str) -> None:
     assert compared(text) is not None
-
-
-def test_white_space_without_reasoning_may_not_be_left_out() -> None:
-    tokenizer = family_tokenizer("llama-3")
-    renderer = FamilyRenderer(tokenizer, "llama-3")
-    messages = (user("x"), assistant("abc"), user("y"))
-    walked = walk(renderer, tokenizer, Dialogue(name="", messages=messages))
-    text = tokenizer.decode(renderer.rendered_ids(messages, ()))
-    assert "\n\nabc" in text
-    anew = tokenizer(text.replace("\n\nabc", "abc"), add_special_tokens=False)["input_ids"]
-    assert compare(tokenizer, walked, messages, anew) is not None
 
 
 def test_a_turn_may_have_other_tokens_than_its_text() -> None:

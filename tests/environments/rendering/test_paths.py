@@ -15,7 +15,6 @@ from forgeasync.environments import (
     TEXTS,
     TOOLS,
     BridgeRefused,
-    Conversation,
     FamilyRenderer,
     Message,
     PlainRenderer,
@@ -24,8 +23,6 @@ from forgeasync.environments import (
     TemplateRenderer,
     ToolSpec,
     assistant,
-    call,
-    checked_message,
     compare,
     other_tokens,
     random_dialogue,
@@ -147,18 +144,6 @@ def test_a_turn_that_was_cut_is_closed(family: str, text: str, expected: str) ->
     assert talk.text.endswith(expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "llama-3"])
-def test_white_space_that_the_format_strips_stays_as_it_was_sampled(family: str) -> None:
-    talk = talk_begun(family)
-    said = "hm \n </think>  a \n " if family == "qwen3.5" else " a \n "
-    parsed = talk.say_text(said)
-    # The prompt of Qwen3.5 opens the reasoning.
-    reasoning = "hm" if family == "qwen3.5" else ""
-    assert (parsed.text, (parsed.reasoning or "").strip()) == ("a", reasoning)
-    talk.hear(user("y"))
-    assert f"{said}{talk.tokenizer.eos_token}" in talk.text
-
-
 def test_the_messages_of_others_cannot_be_bridged() -> None:
     talk = talk_begun()
     talk.say_text("a")
@@ -214,25 +199,6 @@ def test_a_message_that_a_family_has_no_form_for_is_named_in_the_end() -> None:
     with pytest.raises(ValueError, match=r"refuses these messages: .*critic") as refused:
         rendered_anew(talk.renderer, (*talk.messages, strange), talk.conversation.turns)
     assert not isinstance(refused.value, BridgeRefused)
-
-
-def test_what_a_family_has_no_form_for_is_refused() -> None:
-    tokenizer = family_tokenizer("llama-3")
-    with pytest.raises(ValueError, match=r"'llama-3' refuses these messages: .*single tool call"):
-        FamilyRenderer(tokenizer, "llama-3").answer_ids(
-            (user("x"),), assistant("", call("a", "ping"), call("b", "ping")), TOOLS
-        )
-
-
-def test_an_answer_ends_with_what_the_model_samples() -> None:
-    """GLM's turns end with the role of the next message: another one after a tool call."""
-    tokenizer, renderer = family_tokenizer("glm-4.5"), make_renderer("glm-4.5")
-    ends = [
-        tokenizer.decode(renderer.answer_ids((user("x"),), said, TOOLS)[-1:].tolist())
-        for said in (assistant("a"), assistant("", call("a", "ping")))
-    ]
-    assert ends == ["<|user|>", "<|observation|>"]
-    assert renderer.answer_ids((user("x"),), assistant("a")).dtype == np.int32
 
 
 # ---- histories that were changed
@@ -328,13 +294,6 @@ def test_random_histories(family: str) -> None:
         assert made.num_from_text == len(turns) - len(kept)
         check_kept(made, kept.values())
         assert [m["role"] for m in dialogue.messages].count(ASSISTANT) == len(turns)
-
-
-def test_tools_are_told_of_once() -> None:
-    talk = family_talk(tools=TOOLS)
-    turns = talked(talk, "a", "b")
-    made = rendered_anew(talk.renderer, with_changed_question(talk), turns, TOOLS)
-    assert talk.tokenizer.decode(made.ids_S.tolist()).count('"ping"') == 1
 
 
 # ---- chat templates that no family has, and none
@@ -515,13 +474,3 @@ def test_an_answer_from_text_ends_as_turns_end(renderer: type[PlainRenderer | Te
     tokenizer = make_tokenizer(CHATML)
     ids = renderer(tokenizer).answer_ids((user("x"),), assistant("abc"))
     assert ids.dtype == np.int32 and tokenizer.decode(ids.tolist()) == f"abc{END}"
-
-
-def test_a_message_of_a_turn_is_what_was_read_of_it() -> None:
-    tokenizer = family_tokenizer("qwen3", HERMES)
-    renderer = TemplateRenderer(tokenizer)
-    said = assistant("", call("call_0_0", "ping"))
-    ids = renderer.answer_ids((user("x"),), said, TOOLS).tolist()
-    before = renderer.added_ids(Conversation(turns={}), (user("x"),), TOOLS).tolist()
-    parsed = renderer.parse(before, turn_of(tokenizer, tokenizer.decode(ids)), TOOLS)
-    assert checked_message("a turn", parsed.message) == said

@@ -7,12 +7,10 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from anthropic.types import RawMessageStreamEvent
 
 from forgeasync.environments import (
     ContextFull,
     EpisodeOver,
-    RequestError,
     SessionLimits,
     ToolSpec,
     TooManyTurns,
@@ -390,37 +388,7 @@ async def test_models_by_both_sdks_and_what_is_not_there() -> None:
                 await client.messages.count_tokens(model="m", messages=[USER])
 
 
-@pytest.mark.parametrize("choice", ["", 0, False, {}, "any"])
-@pytest.mark.parametrize("api", [CHAT, RESPONSES])
-def test_only_an_absent_choice_of_tools_is_the_default(api: Api, choice: object) -> None:
-    """Both APIs of OpenAI read it by the same code."""
-    given = api.body([USER], tools=[api.tool()])
-    choices = [{}, {"tool_choice": None}, {"tool_choice": "auto"}, {"tool_choice": "none"}]
-    assert [len(api.dialect.read({**given, **one}).tools) for one in choices] == [1, 1, 1, 0]
-    with pytest.raises(RequestError, match=r"^tool_choice(\.type)? is "):
-        api.dialect.read({**given, "tool_choice": choice})
-
-
 # ---- Responses
-
-
-async def test_the_sdks_stream_helper() -> None:
-    agent = ScriptedAgent([RICH])
-    async with serving(agent) as (_, session), openai_client(session) as client:
-        async with client.responses.stream(model="m", input="Oslo?", tools=[RESPONSES.tool()]) as stream:
-            final = await stream.get_final_response()
-    assert final.output_text == RICH.text
-    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
-
-
-async def test_what_a_response_repeats() -> None:
-    agent = ScriptedAgent([say("x")])
-    more = {"tools": [RESPONSES.tool()], "tool_choice": "none", "metadata": {"a": "b"}}
-    async with serving(agent) as (_, session):
-        got = await RESPONSES.ask(session, "hi", stream=True, max_output_tokens=3, **more)
-    assert agent.calls[0].messages == (user("hi"),)
-    assert (agent.calls[0].tools, agent.calls[0].max_tokens) == (None, 3)
-    assert (got.metadata, got.tool_choice, got.tools) == ({"a": "b"}, "none", [])
 
 
 async def test_a_conversation_by_previous_response_id() -> None:
@@ -529,27 +497,6 @@ async def test_the_text_that_ended_a_turn_is_named(stream: bool) -> None:
         ("tool_use", None),
         ("max_tokens", None),
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "blocks"),
-    [
-        ("rich", ["thinking", "text", "tool_use", "tool_use"]),
-        ("empty", ["text"]),
-        ("only broken", ["text"]),
-    ],
-)
-async def test_every_event_of_a_stream_of_messages(name: str, blocks: list[str]) -> None:
-    async with serving(ScriptedAgent([TURNS[name]])) as (_, session), anthropic_client(session) as client:
-        stream = await client.messages.create(model="m", max_tokens=5, messages=[USER], stream=True)
-        events = [event async for event in stream]
-    for event in events:
-        strictly(RawMessageStreamEvent, event.to_dict())
-    kinds = [event.type for event in events]
-    assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
-    assert [one.content_block.type for one in events if one.type == "content_block_start"] == blocks
-    around = [kind for kind in kinds if kind in ("content_block_start", "content_block_stop")]
-    assert around == ["content_block_start", "content_block_stop"] * len(blocks)
 
 
 def text(words: str, **more: object) -> dict[str, object]:

@@ -113,25 +113,6 @@ def test_every_turn_comes_back_through_every_api(turn: Turn, kept: bool, api: Di
     asyncio.run(check_comes_back(turn, kept, api))
 
 
-async def test_a_turn_is_known_only_after_the_messages_that_it_answered() -> None:
-    turn = say("x", broken_tool_calls=(BrokenToolCall(text="<tool", problem="cut"),))
-    theirs, other = assistant("x\n<tool"), user("ho")
-    agent = ScriptedAgent([turn, *[say("end")] * 3])
-    async with serving(agent) as (_, session):
-        await ask(session, [USER])
-        await ask(session, [USER, theirs, USER])
-        assert counted(session) == (1, 0)
-        await ask(session, [other, theirs, USER])
-        # What follows a message that was changed is not known either, whatever it reads.
-        await ask(session, [USER, other, theirs, USER])
-        assert counted(session) == (1, 2)
-    assert [asking.messages for asking in agent.calls[1:]] == [
-        (USER, turn.message, USER),
-        (other, theirs, USER),
-        (USER, other, theirs, USER),
-    ]
-
-
 async def test_the_oldest_turns_are_forgotten() -> None:
     asked, theirs = [user(str(index)) for index in range(5)], assistant("x")
     agent = ScriptedAgent(answer=lambda _: say("x", reasoning="r"))

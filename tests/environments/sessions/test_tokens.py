@@ -9,7 +9,6 @@ import openai
 import pytest
 
 from forgeasync.environments import (
-    BrokenToolCall,
     EpisodeAgent,
     FamilyRenderer,
     MessageRenderer,
@@ -17,8 +16,6 @@ from forgeasync.environments import (
     Session,
     SessionServer,
     TemplateRenderer,
-    ToolSpec,
-    Turn,
     TurnLimits,
     choose_renderer,
 )
@@ -27,12 +24,10 @@ from tests.environments.sessions.apis import APIS, CHAT, MESSAGES, RESPONSES, Ap
 from tests.support.chat import CHATML, make_tokenizer
 from tests.support.chat_families import family_tokenizer
 from tests.support.sessions import (
-    Asking,
     ScriptedAgent,
     anthropic_client,
     openai_client,
     say,
-    serving,
 )
 
 
@@ -155,24 +150,6 @@ async def test_a_forced_call_is_begun_by_given_tokens_and_sampled_to_its_end(
     assert first == second
 
 
-async def test_a_forced_turn_of_a_history_that_was_rewritten_keeps_its_tokens() -> None:
-    tokenizer = family_tokenizer("qwen3")
-    _, opening, rest = OPENINGS["qwen3"]
-    model = ScriptedGenerator(tokenizer, [rest, "done"])
-    agent = make_agent(model, FamilyRenderer(tokenizer, "qwen3"))
-    tools = [ToolSpec(name="set_value", description="", parameters=GET)]
-    turn = await agent.respond("set x", tools, must_call=tools)
-    result = {"role": "tool", "tool_call_id": turn.tool_calls[0].id, "content": "ok"}
-    asked, inserted = ({"role": "user", "content": text} for text in ("set x", "please"))
-    await agent.respond([asked, inserted, turn.message, result], tools)
-    assert (agent.num_rewritten, agent.num_from_text) == (1, 0)
-    said = agent.turns[0].kept.said.ids_T.tolist()
-    assert tokenizer.decode(said).startswith(opening + rest)
-    assert model.paths[0][-len(said) :] == said
-    given = model.requests[1].given_ids.tolist()
-    assert any(given[start : start + len(said)] == said for start in range(len(given)))
-
-
 @pytest.mark.parametrize("kind", [PlainRenderer, TemplateRenderer])
 async def test_a_call_is_not_forced_where_the_format_has_none(kind: Any) -> None:
     tokenizer = make_tokenizer(CHATML)
@@ -216,45 +193,6 @@ async def test_tokens_are_counted_as_a_turn_would_have_them() -> None:
 
 
 # ---- agents that bring their own loop
-
-
-async def test_sub_agents_overlap_in_one_session() -> None:
-    """Twenty conversations at once, each of three turns, keep apart."""
-
-    def answer(asking: Asking) -> Turn:
-        said = [message for message in asking.messages if message["role"] == "assistant"]
-        name = asking.messages[0]["content"]
-        broken = BrokenToolCall(text="<tool_call>", problem="cut off")
-        return say(f"{name}.{len(said)}", reasoning=f"r{asking.number}", broken_tool_calls=(broken,))
-
-    async def sub_agent(client: openai.AsyncOpenAI, name: str) -> list[str]:
-        messages: list[Any] = [{"role": "user", "content": name}]
-        for _ in range(3):
-            got = await client.chat.completions.create(model="m", messages=messages)
-            text = got.choices[0].message.content
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
-        return [message["content"] for message in messages[1::2]]
-
-    agent = ScriptedAgent(answer=answer)
-    async with serving(agent) as (_, session), openai_client(session) as client:
-        names = [f"agent {index % 10}" for index in range(20)]  # Two of each name.
-        got = await asyncio.gather(*(sub_agent(client, name) for name in names))
-    for name, texts in zip(names, got, strict=True):
-        assert texts == [f"{name}.{index}\n<tool_call>" for index in range(3)]
-    assert len(agent.calls) == 60
-    assert (session.counts.num_ours, session.counts.num_rewritten) == (60, 0)
-    for asking in agent.calls:
-        for message in asking.messages[1::2]:
-            # The turn's own message: without the text of the broken call, with its thoughts.
-            assert "<tool_call>" not in message["content"]
-            assert message["reasoning_content"].startswith("r")
-    # Sub-agents of one name are told the same, and drop the thoughts that set their turns apart. Each
-    # goes on from turns of one conversation, and no turn is gone on from twice.
-    later = [asking.messages for asking in agent.calls if len(asking.messages) > 1]
-    last = [int(messages[-2]["reasoning_content"][1:]) for messages in later]
-    assert len(set(last)) == len(last) == 40
-    for number, messages in zip(last, later, strict=True):
-        assert agent.calls[number - 1].messages == messages[:-2]
 
 
 async def test_an_agent_of_another_thread() -> None:

@@ -1,21 +1,11 @@
 """Fields that no endpoint knows: a newer client library goes on working, and what it asked for is named."""
 
 import copy
-import typing
-from collections.abc import Callable
 from typing import Any
 
-import anthropic.types
-import openai.types.chat as chat
-import openai.types.responses as responses
 import pytest
-from anthropic.types.beta.message_create_params import MessageCreateParamsBase
-from openai.types.chat.completion_create_params import CompletionCreateParamsBase
-from openai.types.responses.response_create_params import ResponseCreateParamsBase
-from openai.types.responses.response_input_param import FunctionCallOutput
-from openai.types.shared_params import FunctionDefinition
 
-from forgeasync.environments import MAX_UNKNOWN_CHARS, MAX_UNKNOWN_NAMES, RequestError
+from forgeasync.environments import MAX_UNKNOWN_CHARS, MAX_UNKNOWN_NAMES
 from tests.environments.sessions.apis import APIS, CHAT, HEADER, MESSAGES, RESPONSES, USER
 from tests.support.sessions import ScriptedAgent, say, serving
 
@@ -96,56 +86,6 @@ def test_a_field_at_any_depth_is_ignored_and_named(kind: str) -> None:
         assert asked.unknown == (f"{place}.of_next_year".removeprefix("."),), place
         # The model is shown the same.
         assert (asked.messages, asked.tools) == (plain.messages, plain.tools), place
-
-
-KNOWN: list[tuple[str, Any, str, Callable[[dict[str, Any]], dict[str, Any]]]] = [
-    ("chat", CompletionCreateParamsBase, "", lambda body: body),
-    ("chat", chat.ChatCompletionStreamOptionsParam, "", lambda body: body["stream_options"]),
-    ("chat", chat.ChatCompletionFunctionToolParam, "", lambda body: body["tools"][0]),
-    ("chat", FunctionDefinition, "", lambda body: body["tools"][0]["function"]),
-    ("chat", chat.ChatCompletionUserMessageParam, "", lambda body: body["messages"][1]),
-    ("chat", chat.ChatCompletionAssistantMessageParam, "", lambda body: body["messages"][2]),
-    ("chat", chat.ChatCompletionToolMessageParam, "", lambda body: body["messages"][3]),
-    ("chat", chat.ChatCompletionContentPartTextParam, "", lambda body: body["messages"][1]["content"][0]),
-    ("responses", ResponseCreateParamsBase, "", lambda body: body),
-    ("responses", responses.FunctionToolParam, "", lambda body: body["tools"][0]),
-    ("responses", responses.ResponseTextConfigParam, "", lambda body: body["text"]),
-    ("responses", responses.EasyInputMessageParam, "", lambda body: body["input"][0]),
-    ("responses", responses.ResponseInputTextParam, "", lambda body: body["input"][0]["content"][0]),
-    ("responses", responses.ResponseReasoningItemParam, "", lambda body: body["input"][1]),
-    ("responses", responses.ResponseOutputMessageParam, "", lambda body: body["input"][2]),
-    ("responses", responses.ResponseOutputTextParam, "", lambda body: body["input"][2]["content"][0]),
-    ("responses", responses.ResponseFunctionToolCallParam, "", lambda body: body["input"][3]),
-    ("responses", FunctionCallOutput, "", lambda body: body["input"][4]),
-    # ``betas`` is a header.
-    ("messages", MessageCreateParamsBase, "betas", lambda body: body),
-    ("messages", anthropic.types.ToolParam, "", lambda body: body["tools"][0]),
-    ("messages", anthropic.types.ToolChoiceAutoParam, "", lambda body: body["tool_choice"]),
-    ("messages", anthropic.types.OutputConfigParam, "", lambda body: body["output_config"]),
-    ("messages", anthropic.types.TextBlockParam, "", lambda body: body["messages"][0]["content"][0]),
-    ("messages", anthropic.types.ThinkingBlockParam, "", lambda body: body["messages"][1]["content"][0]),
-    ("messages", anthropic.types.ToolUseBlockParam, "", lambda body: body["messages"][1]["content"][2]),
-    ("messages", anthropic.types.ToolResultBlockParam, "", lambda body: body["messages"][2]["content"][0]),
-]
-
-
-@pytest.mark.parametrize(
-    ("kind", "params", "not_sent", "find"), KNOWN, ids=[f"{one[0]}-{one[1].__name__}" for one in KNOWN]
-)
-def test_every_field_of_the_sdk_is_known(
-    kind: str, params: Any, not_sent: str, find: Callable[[dict[str, Any]], dict[str, Any]]
-) -> None:
-    """Each is served, named as not honoured, without effect, or refused by its name; none by accident."""
-    api, body = APIS[kind].dialect, BODIES[kind]
-    for name in typing.get_type_hints(params).keys() - {not_sent}:
-        changed = copy.deepcopy(body)
-        find(changed).setdefault(name, {"a": "value"})
-        try:
-            asked = api.read(changed)
-        except RequestError as error:
-            assert name in str(error.param), (name, str(error))
-        else:
-            assert asked.unknown == (), name
 
 
 HOSTILE = {

@@ -54,12 +54,6 @@ def run(
     return asyncio.run(toolbox.call(call(function.__name__, **arguments), limit_s=limit_s))
 
 
-def test_a_call_is_answered_with_its_result() -> None:
-    result = run(add, a=2, b=3)
-    assert (result.status, result.content, result.num_cut_characters) == (ToolStatus.OK, "5", 0)
-    assert result.message == {"role": "tool", "tool_call_id": "call_0", "content": "5"}
-
-
 def test_results_are_text_or_json() -> None:
     def give(kind: str) -> object:
         """Give something."""
@@ -351,16 +345,3 @@ def test_a_call_in_a_turn_has_the_agents_limit_and_a_loop_without_end_is_ended()
     assert converse(agent, spin).results[0].status is ToolStatus.TIMEOUT
     while num_stuck_calls():
         time.sleep(0.001)
-
-
-async def test_functions_that_block_run_side_by_side() -> None:
-    began = threading.Barrier(3)
-
-    def wait() -> str:
-        """Wait until three calls are in flight."""
-        began.wait()
-        return "met"
-
-    toolbox = Toolbox([Tool.from_function(wait)])
-    calls = [toolbox.call(call("wait", number), limit_s=300.0) for number in range(3)]
-    assert [result.content for result in await asyncio.gather(*calls)] == ["met"] * 3

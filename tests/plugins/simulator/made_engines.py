@@ -35,12 +35,10 @@ def engine_cost(decode: DecodeTable, *, prefill_s: float, **limits: float) -> En
     return EngineCost(decode=decode, prefill_s_per_token=prefill_s, **(known | limits))
 
 
-def made_group(
-    group_id: int, lengths: Sequence[int], *, num_prompt: int = 1, score_s: float = 0.0
-) -> SimulatedGroup:
+def made_group(group_id: int, lengths: Sequence[int], *, num_prompt: int = 1) -> SimulatedGroup:
     """A group with responses of these lengths."""
     task = Task(task_id=str(group_id), prompt="", answer="", source_index=0, source="s")
     rollouts = [
-        DrawnRollout(num_prompt_tokens=num_prompt, num_tokens=length, score_s=score_s) for length in lengths
+        DrawnRollout(num_prompt_tokens=num_prompt, num_tokens=length, score_s=0.0) for length in lengths
     ]
     return SimulatedGroup(Start(group_id=group_id, draw_id=group_id, task=task), rollouts)

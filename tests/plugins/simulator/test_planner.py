@@ -144,9 +144,3 @@ def test_the_app_prints_plans_and_refuses_mistakes(
     assert "none.json" in capsys.readouterr().err
     assert main([*arguments, "--response-tokens", "1e9"]) == 2
     assert "--response-tokens = 1000000000.0: must be from 1 to 128" in capsys.readouterr().err
-
-
-def test_unknown_options_are_answered_with_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--plan", "--max-steps", "3"])
-    assert "for a key of the config, write max_steps=3" in capsys.readouterr().err
