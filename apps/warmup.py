@@ -13,9 +13,10 @@ import random
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast, Qwen3_5MoeTextConfig, Qwen3MoeConfig
 
 from forgeasync.algorithms import Loss, Supervised
 from forgeasync.config import (
@@ -176,30 +177,48 @@ def write_initial_folder(
 ) -> ModelFacts:
     """Write config and tokenizer of a model without weights; return its shape."""
     shape = warmup.shape
-    # transformers does not declare the argument head_dim of this class.
-    Qwen3MoeConfig(  # type: ignore[call-arg]
-        architectures=["Qwen3MoeForCausalLM"],
-        vocab_size=len(tokenizer),
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.expert_hidden_size,
-        moe_intermediate_size=shape.expert_hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        num_experts=shape.num_experts,
-        num_experts_per_tok=shape.top_k,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        max_position_embeddings=max_context_length,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    ).save_pretrained(folder)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": shape.hidden_size,
+        "moe_intermediate_size": shape.expert_hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.top_k,
+        "max_position_embeddings": max_context_length,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    config: PreTrainedConfig
+    if shape.full_attention_interval is None:
+        config = Qwen3MoeConfig(
+            architectures=["Qwen3MoeForCausalLM"],
+            intermediate_size=shape.expert_hidden_size,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            **sizes,
+        )
+    else:
+        sizes["full_attention_interval"] = shape.full_attention_interval
+        config = Qwen3_5MoeTextConfig(
+            architectures=["Qwen3_5MoeForCausalLM"],
+            shared_expert_intermediate_size=shape.expert_hidden_size,
+            linear_num_key_heads=shape.num_heads,
+            linear_num_value_heads=2 * shape.num_heads,
+            linear_key_head_dim=shape.head_dim,
+            linear_value_head_dim=shape.head_dim,
+            **sizes,
+        )
+    config.save_pretrained(folder)
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    # Lists no tensors, such as those of multi-token prediction, which would be copied.
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
     save_tokenizer(tokenizer, folder)
     return read_model_facts(str(folder))
 

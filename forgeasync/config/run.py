@@ -159,7 +159,7 @@ Width = Annotated[int, Field(gt=0, le=65536)]
 
 
 class ShapeSection(Section):
-    """Shape of a Qwen3-MoE model that is initialized from a seed."""
+    """Shape of a Qwen3-MoE or Qwen3.5-MoE model that is initialized from a seed."""
 
     num_layers: int = Field(gt=0, le=1024)
     """Number of layers."""
@@ -177,9 +177,16 @@ class ShapeSection(Section):
     """Number of experts chosen for each token."""
     expert_hidden_size: Width
     """Hidden dimension of each expert."""
+    full_attention_interval: Count | None = None
+    """Makes a Qwen3.5-MoE: every this many layers, one has full attention. The others have the gated delta
+    rule, with ``num_heads`` heads of queries and keys and twice as many of values, as published models have.
+    null: a Qwen3-MoE."""
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Yield inconsistent numbers of experts and heads."""
+        """Yield inconsistent numbers of experts, heads and layers."""
+        if (self.full_attention_interval or 1) > self.num_layers:
+            remedy = f"must be at most warmup.shape.num_layers = {self.num_layers}"
+            yield "full_attention_interval", remedy
         if self.top_k > self.num_experts:
             yield "top_k", f"must be at most warmup.shape.num_experts = {self.num_experts}"
         if self.num_heads % self.num_kv_heads:

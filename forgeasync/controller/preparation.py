@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from forgeasync.checkpoints import check_problems, check_room
 from forgeasync.config import (
@@ -50,6 +50,7 @@ from forgeasync.files import SHARED_MEMORY
 from forgeasync.models import (
     check_checkpoint_shapes,
     check_config,
+    load_tokenizer,
     model_folder,
     read_model_facts,
     untrained_tensors,
@@ -263,7 +264,7 @@ def load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEn
             tokens than the model; or its chat template does not support ``data`` or an environment.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = load_tokenizer(folder)
     except ValueError as error:
         remedy = f"its tokenizer cannot be loaded: {error}"
         raise ConfigError([Problem(field="model.path", value=config.model.path, remedy=remedy)]) from error

@@ -51,6 +51,7 @@ from forgeasync.environments.rendering import (
     choose_renderer,
     num_alike,
 )
+from forgeasync.models import load_tokenizer
 from forgeasync.rollouts import FinishReason, text_of_ids
 from forgeasync.schema import Problem
 
@@ -490,10 +491,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.model.is_dir():
         parser.error(f"--model {options.model}: no such folder")
 
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        tokenizer = load_tokenizer(options.model)
         chosen = choose_renderer(
             tokenizer, chat_template=tokenizer.chat_template is not None, name=options.renderer
         )

@@ -60,6 +60,7 @@ from forgeasync.generator.workarounds.vllm_process import (
     text_overrides,
     unquantized,
 )
+from forgeasync.models import load_tokenizer
 from forgeasync.observability import State, doing
 from forgeasync.rollouts import CaptureSpec, FinishReason, LoggedTurn, OperatorTrace, Rollout
 
@@ -140,7 +141,7 @@ class GeneratorEngine:
         """``top_k`` of requests whose sampling section does not set it."""
         self._recorder = recorder
         self.reader = SequenceReader(
-            tokenizer=llm.get_tokenizer(),
+            tokenizer=load_tokenizer(model.model),
             vocab_size=self.vocab_size,
             num_experts=model.get_num_experts(),
             num_dense_layers=records.num_dense_layers,

@@ -42,6 +42,7 @@ from .titan_family import LINEAR_INIT as LINEAR_INIT
 from .hf_folder import NUM_CHARACTER_TOKENS as NUM_CHARACTER_TOKENS
 from .hf_folder import build_tokenizer as build_tokenizer
 from .hf_folder import character_tokenizer as character_tokenizer
+from .hf_folder import load_tokenizer as load_tokenizer
 from .hf_folder import save_tokenizer as save_tokenizer
 from .workarounds.titan_utils import DEVICE_TYPE as DEVICE_TYPE
 from .workarounds.titan_utils import allow_gloo_reduction as allow_gloo_reduction

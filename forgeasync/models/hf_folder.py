@@ -1,6 +1,6 @@
 """Reads tensors of Hugging Face folders, whole or in blocks, and writes new folders.
 
-Also makes small tokenizers that need no training.
+Also loads tokenizers, and makes small ones that need no training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forgeasync.files import publish_folder
 from forgeasync.models.rules import FAMILIES, is_untrained
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 MAX_FILE_BYTES = 4 * 2**30
 """Maximum size of a weight file in bytes, unless one tensor is larger."""
@@ -393,6 +393,29 @@ _CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model's folder.
+
+    If the folder names no model's own tokenizer class, the tokenizer is exactly that of ``tokenizer.json``. For
+    some types of models, ``AutoTokenizer`` of transformers 5.19.0 builds the published model's tokenizer
+    instead, which splits text differently and drops words without an error. Can go when it does not.
+
+    Raises:
+        OSError, ValueError: The folder has no readable tokenizer.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    file = Path(folder) / "tokenizer_config.json"
+    named = json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class") if file.exists() else None
+    is_plain = named in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    tokenizer: PreTrainedTokenizerBase
+    if is_plain and (Path(folder) / "tokenizer.json").exists():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

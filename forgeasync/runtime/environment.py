@@ -37,6 +37,7 @@ from forgeasync.environments import (
     TurnRequest,
     UntrainedTurns,
 )
+from forgeasync.models import load_tokenizer
 from forgeasync.observability import State, doing, open_trace, redirect_process_output, span, started
 from forgeasync.processes import mark_this_process
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Task
@@ -270,8 +271,6 @@ class EnvironmentActor(Actor):
             ValueError: the environment cannot be built here, though it could where the run was checked; or
                 the endpoint's key is not in the environment.
         """
-        from transformers import AutoTokenizer
-
         from forgeasync.environments import (
             ServesPeople,
             SessionServer,
@@ -284,7 +283,7 @@ class EnvironmentActor(Actor):
         renderer, words = None, "no renderer: the endpoint has its own"
         if endpoint is None:
             chosen = choose_renderer(
-                AutoTokenizer.from_pretrained(model_path),
+                load_tokenizer(model_path),
                 chat_template=config.data.chat_template,
                 name=config.data.renderer,
                 template_arguments=config.data.template_arguments,

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from forgeasync.algorithms import Grpo, step_advantages
 from forgeasync.config import AlgorithmSection, RoutingReplay
+from forgeasync.models import load_tokenizer
 from forgeasync.rollouts import (
     NO_RECORD,
     BranchKey,
@@ -199,11 +200,8 @@ class TokenPlaces:
         such as special tokens, begin where the next text does.
         """
         if self._tokenizer is None:
-            # transformers takes a second to import, and only step rewards need it.
-            from transformers import AutoTokenizer
-
             assert self._folder is not None, "a trainer of rollouts knows where the tokenizer is"
-            self._tokenizer = AutoTokenizer.from_pretrained(self._folder).backend_tokenizer
+            self._tokenizer = load_tokenizer(self._folder).backend_tokenizer
         starts_T = np.zeros(len(response_ids_T), np.int64)
         num_characters = 0
         for index, text in enumerate(decoded(self._tokenizer, prompt_ids_P, response_ids_T)):

@@ -105,6 +105,8 @@ evaluation.num_problems=0 => evaluation.num_problems = 0 | must be at least 1; o
 # The warm-up.
 $WARMUP; warmup.shape.top_k=5 => warmup.shape.top_k = 5 | warmup.shape.num_experts = 4
 $WARMUP; warmup.shape.num_kv_heads=3 => warmup.shape.num_kv_heads = 3 | num_heads = 2
+$WARMUP; warmup.shape.full_attention_interval=9
+    => warmup.shape.full_attention_interval = 9 | must be at most warmup.shape.num_layers
 $WARMUP; warmup.wrong_step_share=0.3 => warmup.wrong_step_share = 0.3 | warmup.guess_error = 0
 $WARMUP; warmup.guesses_per_step=1 => warmup.guesses_per_step = 1 | left out
 $WARMUP; warmup.examples_per_step=8; warmup.direct_share=0.5; warmup.guesses_per_step=8
