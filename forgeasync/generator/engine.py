@@ -141,7 +141,7 @@ class GeneratorEngine:
         """``top_k`` of requests whose sampling section does not set it."""
         self._recorder = recorder
         self.reader = SequenceReader(
-            tokenizer=load_tokenizer(model.model),
+            tokenizer=load_tokenizer(model.model),  # type: ignore[arg-type]  # vLLM takes those of transformers
             vocab_size=self.vocab_size,
             num_experts=model.get_num_experts(),
             num_dense_layers=records.num_dense_layers,

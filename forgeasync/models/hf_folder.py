@@ -398,7 +398,7 @@ _CHATML = (
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model's folder.
 
-    If the folder names no model's own tokenizer class, the tokenizer is exactly that of ``tokenizer.json``. For
+    If the folder names no tokenizer class of a model, it is loaded exactly as in ``tokenizer.json``. For
     some types of models, ``AutoTokenizer`` of transformers 5.19.0 builds the published model's tokenizer
     instead, which splits text differently and drops words without an error. Can go when it does not.
 
