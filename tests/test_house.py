@@ -15,31 +15,31 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 MAX_LINES = 700
 
-MAX_DEEP_IMPORTS = 67
+MAX_DEEP_IMPORTS = 65
 """Imports past a front, in tests, benchmarks and examples: they patch a module or use a private name. Lower
 this number when you remove one; never raise it."""
 
-MAX_NAMES_FOR_TESTS = 461
+MAX_NAMES_FOR_TESTS = 452
 """Names that only tests import from a front. Lower this number when you remove one; never raise it: test what
 other rooms can see."""
 
 MAX_CODE = {
     "algorithms": 1008,
-    "buffer": 2035,
-    "config": 2672,
-    "controller": 4099,
-    "environments": 6719,
-    "generator": 3254,
+    "buffer": 1923,
+    "config": 2632,
+    "controller": 4101,
+    "environments": 6696,
+    "generator": 3250,
     "isolation": 2462,
-    "models": 2686,
-    "observability": 2662,
-    "planning": 2391,
-    "plugins": 4988,
+    "models": 2554,
+    "observability": 2667,
+    "planning": 2271,
+    "plugins": 4969,
     "rollouts": 2215,
-    "runtime": 6513,
-    "scoring": 2396,
-    "trainer": 4398,
-    "weights": 1781,
+    "runtime": 6330,
+    "scoring": 2351,
+    "trainer": 4396,
+    "weights": 1769,
 }
 """Lines of code of each room, without blanks, comments and docstrings. Lower a number when a room shrinks.
 To raise one, say in docs/architecture.md what the lines bring."""

@@ -57,8 +57,6 @@ from .prompts import Committed as Committed
 from .prompts import LengthHistory as LengthHistory
 from .prompts import Submission as Submission
 from .prompts import Submissions as Submissions
-from .ready_groups import Deadlines as Deadlines
-from .ready_groups import EarliestDeadlineFirst as EarliestDeadlineFirst
 from .ready_groups import known_reference as known_reference
 from .replay_buffer import LoadController as LoadController
 from .replay_buffer import NothingTrains as NothingTrains

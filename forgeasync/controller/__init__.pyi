@@ -31,7 +31,6 @@ from .starting import Fleet as Fleet
 from .starting import start_sampling as start_sampling
 
 # Only tests import these.
-from .checkpoints import CheckpointTurns as CheckpointTurns
 from .checkpoints import Rescue as Rescue
 from .checkpoints import export as export
 from .checkpoints import save_newest_weights as save_newest_weights

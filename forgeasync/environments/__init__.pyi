@@ -83,7 +83,6 @@ from .worked_examples import worked_example as worked_example
 # Only tests import these.
 from .agent import EpisodeArtifacts as EpisodeArtifacts
 from .agent import MAX_FILES as MAX_FILES
-from .agent import artifact_folder_name as artifact_folder_name
 from .chat_formats import FamilyRenderer as FamilyRenderer
 from .chat_formats import MAX_BROKEN_TEXT as MAX_BROKEN_TEXT
 from .chat_formats import MAX_CALLS as MAX_CALLS
