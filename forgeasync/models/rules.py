@@ -227,7 +227,7 @@ def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterato
         "num_key_value_heads": facts.num_kv_heads,
         "intermediate_size": facts.dense_hidden_size,
     }
-    if parallel.expert == 1:
+    if facts.num_experts and parallel.expert == 1:
         # Without expert parallelism, every expert is split.
         sizes[_expert_size_key(facts)] = facts.expert_hidden_size
     if facts.routing is not None:
@@ -256,7 +256,7 @@ def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator
     # With expert parallelism, each expert is whole on one rank.
     if config.generator.expert_parallel:
         sizes[_num_experts_key(facts)] = facts.num_experts
-    else:
+    elif facts.num_experts:
         sizes[_expert_size_key(facts)] = facts.expert_hidden_size
     yield from _must_divide("generator.tensor_parallel", tensor, sizes)
     # vLLM repeats KV heads when there are more ranks than heads.
