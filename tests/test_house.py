@@ -34,7 +34,7 @@ MAX_CODE = {
     "models": 2554,
     "observability": 2667,
     "planning": 2271,
-    "plugins": 4969,
+    "plugins": 4971,
     "rollouts": 2215,
     "runtime": 6330,
     "scoring": 2351,

@@ -122,7 +122,7 @@ def test_a_run_writes_what_it_promises(config_file: Path, tmp_path: Path, steps_
     for line in (initial, steps[-1]):
         assert 0.0 <= line["eval/accuracy"] <= line["eval/score_mean"] <= 1.0
         assert line["eval/num_unscored"] == 0
-    assert "verifier processes: 1, isolated by " in out
+    assert "verifier processes: 2, isolated by " in out
     assert steps[-1]["scoring/num_timeouts"] == steps[-1]["scoring/num_failed_attempts"] == 0
     ages = [line["off_policy/age_max"] for line in steps]
     assert max(ages) <= steps_off_policy
@@ -175,7 +175,7 @@ def test_a_run_that_drops_cancels_and_filters_frees_all_it_loses(config_file: Pa
         f"run_dir={run_dir}",
         "max_steps=5",
         "max_off_policy_steps=1",
-        "buffer={stale_groups: drop, order: completion, max_in_flight: 6}",
+        "buffer={stale_groups: drop, max_in_flight: 6}",
         "weights.interruption=cancel_stale",
         "algorithm.filters=[{kind: dynamic_sampling}]",
         "algorithm.objective={kind: reinforce}",

@@ -456,7 +456,9 @@ def _fit_decode(
     """Return decode steps and prompt tokens per second, fitted to the times of groups on their generators.
 
     ``generators`` has the groups of each generator, and the spans in which it paused. The time of a step is a
-    fixed time plus a time per sequence, neither negative. The fit minimizes the squared errors of the groups'
+    fixed time plus a time per sequence, neither negative. A sequence takes at least the time of a prompt's
+    token, which does the same computation: without this bound, an engine that is always full could seem to
+    spend all its time on prompts. The fit minimizes the squared errors of the groups'
     times, relative to the prediction of the previous fit; relative to the times themselves, long ones would
     have too little weight. The steps between the begin and the end of a group depend on the times of steps,
     so the replay and the fit alternate.
@@ -481,7 +483,9 @@ def _fit_decode(
         )
         terms = np.concatenate([_replay(groups, pauses, cost) for groups, pauses in generators])
         before_s = np.maximum(1e-9, terms @ np.array([prompt_s, sequence_s, step_s]))
-        prompt_s, sequence_s, step_s = fit_not_negative(terms / before_s[:, None], times_s / before_s)
+        terms[:, 0] += terms[:, 1]
+        prompt_s, further_s, step_s = fit_not_negative(terms / before_s[:, None], times_s / before_s)
+        sequence_s = prompt_s + further_s
     prefill = 1.0 / prompt_s if prompt_s else FAST_PREFILL
     return _decode_points(step_s, sequence_s, max_num_seqs), prefill
 

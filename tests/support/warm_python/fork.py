@@ -133,8 +133,9 @@ def _place(descriptors: Mapping[int, int]) -> None:
     for number, descriptor in moved.items():
         os.dup2(descriptor, number)
         os.close(descriptor)
-    # As Python begins where its output is a terminal.
-    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    # As Python begins: whether output can seek, and is a terminal, is looked up once.
+    buffering, encoding = 1 if os.isatty(1) else -1, sys.stdout.encoding
+    sys.stdout = open(1, "w", buffering, encoding, sys.stdout.errors, closefd=False)
 
 
 def _show_environment(environment: Mapping[str, str]) -> None:
