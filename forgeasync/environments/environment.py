@@ -505,7 +505,7 @@ def _build_own(section: PythonCode) -> Environment:
     if not inspect.iscoroutinefunction(built):
         raise ValueError(
             f"is neither an Environment nor an async function of ({', '.join(PARAMETERS)}); derive from "
-            "forgeasync.environments.environment.Environment"
+            "forgeasync.Environment"
         )
     return _FunctionEnvironment(cast(RolloutFunction, built))
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,14 @@ def _cost(row: list[tuple[int, int, int]], of_pair: float) -> float:
     return padded_length(len(depths)) + of_pair * sum(depth + 1 for depth in depths)
 
 
-def write_run(folder: Path, config: RunConfig, *, has_lengths: bool = True, num_filtered: int = 0) -> Path:
+def write_run(
+    folder: Path,
+    config: RunConfig,
+    *,
+    has_lengths: bool = True,
+    num_filtered: int = 0,
+    took: Callable[[dict[int, tuple[int, list[int]]]], dict[int, float]] = sampled_s,
+) -> Path:
     """Write the files of a run whose steps sample, score, train and publish, one after the other."""
     rng, now_s = random.Random(7), BEGIN_S + 20.0
     of_pair = pair_cost(read_model_facts(config.model.path))
@@ -96,7 +104,7 @@ def write_run(folder: Path, config: RunConfig, *, has_lengths: bool = True, num_
         }
         ends_s = [0.0]
         for rank in (0, 1):
-            for number, took_s in sampled_s({one: batch[one] for one in batch if one % 2 == rank}).items():
+            for number, took_s in took({one: batch[one] for one in batch if one % 2 == rank}).items():
                 lengths = {"response_tokens": " ".join(map(str, batch[number][1]))} if has_lengths else {}
                 facts: dict[str, int | str] = {"group": number, "prompt_tokens": batch[number][0], **lengths}
                 span(f"generator-{rank}", sampling_s, took_s, "sample group", **facts)
@@ -163,6 +171,18 @@ def test_decode_steps_and_prompts_are_told_from_how_long_groups_took(found: Prof
     for num in (1, 4, 12, 32):
         assert table.step_s(num, 50) == pytest.approx(STEP_S + num * SEQUENCE_S, rel=0.1)
     assert 1.0 / found.profile.prefill_tokens_per_s == pytest.approx(PROMPT_S, rel=0.3)
+
+
+def test_a_token_of_a_response_takes_no_less_than_one_of_a_prompt(config: RunConfig, tmp_path: Path) -> None:
+    """Also in a run whose times only its prompts explain."""
+    run = write_run(
+        tmp_path / "run",
+        config,
+        took=lambda groups: {number: 1e-3 * prompt for number, (prompt, _) in groups.items()},
+    )
+    profile = profile_run(run).profile
+    table = DecodeTable(profile.decode)
+    assert (table.step_s(32, 50) - table.step_s(1, 50)) / 31 >= 0.99 / profile.prefill_tokens_per_s
 
 
 def test_other_times_are_those_of_the_files(found: ProfiledRun) -> None:
