@@ -189,7 +189,6 @@ def test_each_sampled_token_trains_once_with_what_was_first_computed(seed: int, 
         spans = [(span.version, span.start, span.end) for span in rollout.version_spans]
         stored = make_stored_rollout(*spans, num_prompt_tokens=len(rollout.prompt_ids_P))
         item = TrainingItem(
-            generator_rank=0,
             branch=stored.branches[0],
             advantages=whole_response(index - 0.5),
             weight=1.0 + index,
