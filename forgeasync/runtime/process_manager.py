@@ -38,6 +38,8 @@ BETTER_REPORT_S = 5.0
 """Time to wait, after a report without a signal, for one that names the signal, in seconds."""
 WATCH_S = 2.0
 """Seconds between two checks of processes about which no error was reported."""
+CLOSE_S = 120.0
+"""Time limit for Monarch's part of ending a run, in seconds."""
 
 _ACTOR = re.compile(r"([\w-]+)\{((?:'\w+': \d+/\d+(?:, )?)+)\}")
 _PLACE = re.compile(r"(\d+)/(\d+)")
@@ -278,11 +280,11 @@ class ProcessManager:
         self._background.cancel()
         # Callbacks run in reverse order, and all of them run even if one fails.
         async with contextlib.AsyncExitStack() as ending:
-            ending.push_async_callback(self._close_hosts)
+            ending.push_async_callback(_within_limit, self._close_hosts)
             if self._watching is not None:
                 # Keep polling until this point: a host that is not polled shuts itself down.
                 ending.callback(self._watching.cancel)
-            ending.push_async_callback(_stop_all, self._own_meshes)
+            ending.push_async_callback(_within_limit, functools.partial(_stop_all, self._own_meshes))
             for one in self._supervisors():
                 ending.push_async_callback(one.close)
             for close in self.closing:
@@ -291,6 +293,18 @@ class ProcessManager:
             self._failure.exception()
         else:
             self._failure.cancel()
+
+
+async def _within_limit(end: Callable[[], Awaitable[None]]) -> None:
+    """End something through Monarch, which may never answer once its processes are gone.
+
+    What is left ends with this process.
+    """
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await end()
+    except TimeoutError:
+        logger.warning("Monarch has not ended all processes within %g s; the run ends without it", CLOSE_S)
 
 
 async def _stop_all(meshes: Sequence[ProcMesh]) -> None:
