@@ -36,7 +36,7 @@ MAX_CODE = {
     "planning": 2271,
     "plugins": 4971,
     "rollouts": 2215,
-    "runtime": 6337,
+    "runtime": 6335,
     "scoring": 2351,
     "trainer": 4396,
     "weights": 1769,

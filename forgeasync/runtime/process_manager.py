@@ -28,6 +28,7 @@ from forgeasync.runtime.supervised import (
     SupervisedPool,
     first_ended,
 )
+from forgeasync.waiting import happens_within
 
 if TYPE_CHECKING:
     from forgeasync.runtime.generator_pool import GeneratorPool
@@ -300,10 +301,7 @@ async def _within_limit(end: Callable[[], Awaitable[None]]) -> None:
 
     What is left ends with this process.
     """
-    try:
-        async with asyncio.timeout(CLOSE_S):
-            await end()
-    except TimeoutError:
+    if not await happens_within(CLOSE_S, end()):
         logger.warning("Monarch has not ended all processes within %g s; the run ends without it", CLOSE_S)
 
 
