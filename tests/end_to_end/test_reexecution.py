@@ -78,12 +78,12 @@ def run(recorded: Path, tmp_path: Path) -> Path:
 
 def test_a_run_is_the_same_on_another_number_of_generators(recorded: Path) -> None:
     code, lines = execute_again(recorded, "generator.num_replicas=1")
-    assert (code, lines[-1]) == (0, "4 of 4 steps are the same, bit for bit")
+    assert (code, lines[-1]) == (0, "4 of 4 steps are the same, bit for bit"), lines
 
 
 def test_the_steps_after_a_checkpoint_are_the_same(recorded: Path) -> None:
     code, lines = execute_again(recorded, "--from", "2", "--to", "3", "generator.num_replicas=1")
-    assert (code, lines[-1]) == (0, "1 of 1 steps are the same, bit for bit")
+    assert (code, lines[-1]) == (0, "1 of 1 steps are the same, bit for bit"), lines
 
 
 def test_an_episode_is_the_same_with_what_its_environment_said(tmp_path: Path) -> None:
