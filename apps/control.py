@@ -40,9 +40,9 @@ def control(run: Path, change: str, version: int | None) -> str:
 
 def main() -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m apps.control", description="Changes a run in progress.")
+    parser = argparse.ArgumentParser(prog="python -m apps.control", description="Change a run in progress.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
-    parser.add_argument("change", metavar="generators=N|export", help="how many generators are given groups")
+    parser.add_argument("change", metavar="generators=N|export", help="number of generators, or export")
     parser.add_argument("--version", type=int, metavar="N", help="version to export")
     arguments = parser.parse_args()
     try:

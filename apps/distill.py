@@ -26,7 +26,7 @@ def require_teacher(config: RunConfig) -> None:
 
 def main() -> int:
     """Run the command line; return the exit code."""
-    return run_training_app("On-policy distillation.", start, check=require_teacher)
+    return run_training_app("Train a model on a teacher's log-probabilities.", start, check=require_teacher)
 
 
 if __name__ == "__main__":

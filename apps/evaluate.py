@@ -150,7 +150,7 @@ def read_arguments() -> argparse.Namespace:
     parser = config_parser("Evaluates a model on the held-out problems and evaluation sets of a config.")
     models = parser.add_mutually_exclusive_group()
     models.add_argument("--model", metavar="PATH", help="Hugging Face folder; default: model.path")
-    models.add_argument("--base-url", metavar="URL", help="other endpoint, such as http://host:8000/v1")
+    models.add_argument("--base-url", metavar="URL", help="evaluate an endpoint: http://host:8000/v1")
     parser.add_argument(
         "--endpoint-model", metavar="NAME", help="the model's name there; default: its only model"
     )
@@ -158,13 +158,13 @@ def read_arguments() -> argparse.Namespace:
         "--api-key-env", metavar="NAME", help="environment variable with the endpoint's key; default: no key"
     )
     parser.add_argument(
-        "--samples", type=int, metavar="N", help="responses to each problem; default: 1, and as sets say"
+        "--samples", type=int, metavar="N", help="responses per problem; default: 1 (sets: their own)"
     )
     parser.add_argument(
         "--concurrency",
         type=int,
         metavar="N",
-        help=f"concurrent responses; default: {DEFAULT_CONCURRENCY} for an endpoint; else what engines hold",
+        help=f"concurrent responses; default: {DEFAULT_CONCURRENCY} for an endpoint, else what engines hold",
     )
     parser.add_argument("--out", metavar="FOLDER", help="new folder; default: runs/evaluate-<name>-<time>")
     arguments = parse_command_line(parser)

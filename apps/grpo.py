@@ -194,7 +194,7 @@ def start(config: RunConfig, resume: str | None) -> None:
 
 def main() -> int:
     """Run the command line; return the exit code."""
-    return run_training_app("Asynchronous GRPO.", start, can_rehearse=True)
+    return run_training_app("Train a model with GRPO, while it samples.", start, can_rehearse=True)
 
 
 if __name__ == "__main__":

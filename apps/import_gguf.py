@@ -59,12 +59,12 @@ def import_gguf(file: Path, output: Path) -> GgufModel:
 def main() -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m apps.import_gguf", description="Turn a GGUF file into a Hugging Face folder."
+        prog="python -m apps.import_gguf", description="Convert a GGUF file to a Hugging Face folder."
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--gguf", type=Path, metavar="FILE")
+    source.add_argument("--gguf", type=Path, metavar="FILE", help="file to convert")
     source.add_argument("--package", metavar="NAME", help="an installed package that ships one GGUF file")
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="new folder")
     arguments = parser.parse_args()
 
     def run() -> None:

@@ -55,15 +55,15 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = config_parser("Reads the times of a run, or plans the split of GPUs.", needs_config=False)
-    parser.add_argument("--run", type=Path, metavar="RUN_DIR", help="folder of the run whose times are read")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file of the profile to write")
-    parser.add_argument("--plan", action="store_true", help="print splits and recommend one")
-    parser.add_argument("--gpus", type=_positive, help="GPUs of the run; on CPUs its processes")
+    parser = config_parser("Measure a run, or plan how to split GPUs.", needs_config=False)
+    parser.add_argument("--run", type=Path, metavar="RUN_DIR", help="folder of the run to measure")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write the profile to")
+    parser.add_argument("--plan", action="store_true", help="compare splits of --gpus and recommend one")
+    parser.add_argument("--gpus", type=_positive, help="number of GPUs; on CPUs, of processes")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--profile", type=Path, metavar="FILE", help="the file of a profile")
+    source.add_argument("--profile", type=Path, metavar="FILE", help="profile to plan with")
     source.add_argument(
-        "--response-tokens", type=float, metavar="MEAN", help="plan for stated H100s and responses like these"
+        "--response-tokens", type=float, metavar="MEAN", help="plan for H100s and this mean response length"
     )
     arguments = parse_command_line(parser, given)
     has_source = arguments.profile is not None or arguments.response_tokens is not None

@@ -109,13 +109,13 @@ def start(arguments: argparse.Namespace) -> str | None:
 def main() -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m apps.reexecute", description="Executes a recorded run again and compares every bit."
+        prog="python -m apps.reexecute", description="Execute a run again and compare bit by bit."
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run with record_execution: true")
-    parser.add_argument("--from", dest="first", type=int, metavar="STEP", help="checkpoint to begin with")
-    parser.add_argument("--to", dest="last", type=int, metavar="STEP", help="last step")
+    parser.add_argument("--from", dest="first", type=int, metavar="STEP", help="start at this checkpoint")
+    parser.add_argument("--to", dest="last", type=int, metavar="STEP", help="stop after this step")
     parser.add_argument("--token", metavar="DRAW/ROLLOUT/POSITION", help="print the record of a token")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes of the run's config")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces config values")
     arguments = parse_command_line(parser)
     found: list[str | None] = []
     code = exit_code(lambda: found.append(start(arguments)))

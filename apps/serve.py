@@ -33,7 +33,7 @@ def require_people(config: RunConfig) -> None:
 
 def main() -> int:
     """Run the command line; return the exit code."""
-    return run_training_app("Serve people and train on it.", start, check=require_people)
+    return run_training_app("Serve users and train on their feedback.", start, check=require_people)
 
 
 if __name__ == "__main__":

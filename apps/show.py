@@ -21,11 +21,13 @@ from forgeasync.schema import EXIT_REFUSED
 def main() -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m apps.show", description="Shows the episodes of a run or an evaluation."
+        prog="python -m apps.show", description="Show episodes of a run or evaluation."
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run or of an evaluation")
-    parser.add_argument("number", metavar="NUMBER", type=int, nargs="?", help="number of an episode")
-    parser.add_argument("--json", action="store_true", help="print JSON, one object a line")
+    parser.add_argument(
+        "number", metavar="NUMBER", type=int, nargs="?", help="episode to print; default: a list"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     arguments = parser.parse_args()
     try:
         lines = shown(arguments.run, arguments.number, as_json=arguments.json)

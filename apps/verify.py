@@ -23,7 +23,7 @@ from forgeasync.schema import EXIT_REFUSED
 def main() -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m apps.verify", description="Proves that every prompt of a run has exactly one end."
+        prog="python -m apps.verify", description="Prove that no prompt was lost or trained twice."
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run, or a ledger")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

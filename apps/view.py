@@ -40,16 +40,16 @@ DEFAULT_PORT = 8420
 
 def main(given: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m apps.view", description="Shows runs in a browser.")
+    parser = argparse.ArgumentParser(prog="python -m apps.view", description="Show runs in a browser.")
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="*", help="folder of a run")
-    parser.add_argument("--demo", action="store_true", help="a recorded run")
-    parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help="0: any free port")
-    parser.add_argument("--status", action="store_true", help="print how the runs are doing, and end")
-    parser.add_argument("--json", action="store_true", help="with --status: one JSON object a run and line")
+    parser.add_argument("--demo", action="store_true", help="show a recorded run")
+    parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help="port; 0: any free one")
+    parser.add_argument("--status", action="store_true", help="print the state of the runs, and exit")
+    parser.add_argument("--json", action="store_true", help="with --status: print one JSON line per run")
     parser.add_argument(
         "--no-traces", action="store_true", help="with --status: do not read the traces of processes"
     )
-    parser.add_argument("--perfetto", metavar="FILE", type=Path, help="write a Chrome trace, and end")
+    parser.add_argument("--perfetto", metavar="FILE", type=Path, help="write a Chrome trace, and exit")
     arguments = parser.parse_args(given)
     folders = [*arguments.runs, *([DEMO_RUN] if arguments.demo else [])]
     if not folders:

@@ -224,4 +224,4 @@ def write_initial_folder(
 
 
 if __name__ == "__main__":
-    exit_with(lambda: run_app(main, description="Build the model of a run by supervised warm-up."))
+    exit_with(lambda: run_app(main, description="Build a tiny model from worked examples."))

@@ -36,11 +36,11 @@ class BufferSection(Section):
     """Definition of a rollout's age. If the key is missing, it is ``token`` in runs with an environment,
     whose episodes can be long (except with ``weights.interruption: cancel_stale``)."""
     max_groups: Count | None = None
-    """Depth bound: maximum number of groups that are started and not yet trained on. null: only
+    """Maximum number of groups that are started and not yet trained on. null: only
     max_off_policy_steps bounds them, to (max_off_policy_steps + 1) * groups_per_step. If generation is faster
     than training, a lower bound gives fresher data at the same speed."""
     max_in_flight: Count | None = None
-    """In-flight bound: maximum number of groups being sampled or scored. null: the depth bound applies."""
+    """Maximum number of groups being sampled or scored. null: only ``max_groups`` bounds it."""
     adapt_load: bool = True
     """Adapt the number of groups in flight, between one batch and these bounds. It is large enough that
     neither generators nor trainer are idle, and no larger, so that groups do not age while they wait."""

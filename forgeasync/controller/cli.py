@@ -132,7 +132,7 @@ def run_app(main: Callable[[RunConfig], None], *, description: str) -> int:
 def config_parser(description: str, *, needs_config: bool = True) -> argparse.ArgumentParser:
     """Return a parser of ``--config FILE [--config FILE ...] [key.path=value ...]``; add options to it."""
     parser = argparse.ArgumentParser(prog=f"python -m apps.{Path(sys.argv[0]).stem}", description=description)
-    files = "YAML file of the run; given again, each file is merged over the ones before it"
+    files = "YAML file of the run; you can give several, each overrides the ones before it"
     parser.add_argument("--config", action="append", required=needs_config, metavar="FILE", help=files)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=OVERRIDES)
     return parser
@@ -169,18 +169,18 @@ def parse_arguments(
     if not starts_run:
         return parse_command_line(parser)
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--dry-run", action="store_true", help="check and print the plan, start nothing")
-    gpu = f"memory of a GPU that --dry-run plans for; default: this machine's, or {GPU_GIB:g}"
+    modes.add_argument("--dry-run", action="store_true", help="check the config, print the plan, and exit")
+    gpu = f"GPU memory in GiB for --dry-run; default: this machine's, or {GPU_GIB:g}"
     parser.add_argument("--gpu-gib", type=_positive, metavar="N", help=gpu)
     resume = "continue the run in run_dir from its newest checkpoint, or from the checkpoint in FOLDER"
     modes.add_argument("--resume", metavar="latest|FOLDER", help=resume)
     if not can_rehearse:
         return parse_command_line(parser)
-    rehearse = "run the config's own topology with a tiny model for three steps, on this machine"
+    rehearse = "run the processes of the config with a tiny model for three steps, on this machine"
     modes.add_argument("--rehearse", action="store_true", help=rehearse)
-    hosts = "with --rehearse: on the hosts and GPUs that the config names, with nothing left out"
+    hosts = "with --rehearse: use the hosts and GPUs of the config, and all of its processes"
     parser.add_argument("--hosts", action="store_true", help=hosts)
-    supervise = "start the run again from its newest checkpoint whenever it dies"
+    supervise = "if the run dies, restart it from its newest checkpoint"
     parser.add_argument("--supervise", action="store_true", help=supervise)
     arguments = parse_command_line(parser)
     if arguments.supervise and (arguments.dry_run or arguments.rehearse):
