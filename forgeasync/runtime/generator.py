@@ -218,8 +218,11 @@ class GeneratorActor(Actor):
         return self._engine.stats()
 
     @concurrent_endpoint
-    async def setup(self, setup: GeneratorSetup, host_id: str, payload_folder: Path) -> int:
-        """Load the model as policy version 0; return the process id. ``payload_folder`` is on this host."""
+    async def setup(self, setup: GeneratorSetup, host_id: str, payload_folder: Path) -> Path | None:
+        """Load the model as policy version 0; ``payload_folder`` is on this host.
+
+        Returns the folder of this process's log, for ``Host.read_in_flight``; None: it has none.
+        """
         # vLLM takes 10 s to import, so only processes that sample import it.
         from forgeasync.generator import AdapterSetup, EngineEpisodes, GeneratorEngine, can_serve
 
@@ -234,7 +237,8 @@ class GeneratorActor(Actor):
         self._payloads = PayloadWriter(payload_folder, host_id, setup.payload_capacity_bytes)
         self._payload_server = PayloadServer(self._payloads)
         # Earlier processes have their own logs, which may still be read.
-        self._in_flight = payload_folder / f"in-flight-{self._rank}-{os.getpid()}"
+        in_flight = payload_folder / f"in-flight-{self._rank}-{os.getpid()}"
+        kept_in = in_flight if setup.section.keep_in_flight else None
         self._loaded = await GeneratorEngine.start(
             model_path=setup.model_path,
             generator=setup.section,
@@ -243,18 +247,13 @@ class GeneratorActor(Actor):
             records=setup.records,
             weights=setup.weights,
             adapters=adapters,
-            in_flight=self._in_flight if setup.section.keep_in_flight else None,
+            in_flight=kept_in,
             num_scored_ids=setup.num_scored_ids,
             gpu_bytes=setup.gpu_bytes,
         )
         self._episodes = EngineEpisodes(self._loaded)
         started()
-        return os.getpid()
-
-    @concurrent_endpoint
-    async def in_flight(self) -> Path | None:
-        """Return the folder of this process's log, for ``Host.read_in_flight``; None: it has none."""
-        return self._in_flight if self._setup.section.keep_in_flight else None
+        return kept_in
 
     @concurrent_endpoint
     async def sample_group(

@@ -637,7 +637,7 @@ async def start_generators(
             set_up=lambda actor: actor.setup.call_one(setup, host.id, folder_of[host.id]),
         )
 
-    pool = GeneratorPool(spawn, section, hosts, faults=processes.faults, listing=processes.listing)
+    pool = GeneratorPool(spawn, processes, section, hosts)
     processes.generators = pool
     async with call_limit(config.timeouts, "setup_s", "loading the generators' engines"):
         await pool.start(len(hosts))

@@ -23,7 +23,7 @@ from forgeasync.config import (
     named_sources,
 )
 from forgeasync.environments import Response
-from forgeasync.observability import Fault, FaultLog, ProcessListFile, Role, describe_error
+from forgeasync.observability import Fault, Role, describe_error
 from forgeasync.processes import MemoryPeak, largest
 from forgeasync.rollouts import Score, Task, VerifierCounts
 from forgeasync.runtime.process_manager import SCORER, ProcessManager
@@ -32,6 +32,7 @@ from forgeasync.runtime.supervised import (
     ProcessLost,
     RestartBudget,
     RestartsFail,
+    RunReports,
     Spawned,
     Supervised,
     SupervisedPool,
@@ -53,28 +54,22 @@ Scorer = Supervised[ScorerActor]
 class ScorerProcesses(SupervisedPool[Scorer]):
     """The scorers' processes; ``score`` calls one of them, and ``ScoreQueue`` chooses which."""
 
+    role = Role.SCORER
+    heartbeat_key = "scorer.heartbeat_s"
+    replica_type = Supervised[ScorerActor]
     after_loss = ": another one starts, and its responses are scored again"
 
     def __init__(
         self,
         spawn: SpawnScorer,
+        reports: RunReports,
         section: ScorerSection,
         *,
-        faults: FaultLog,
-        listing: ProcessListFile,
         on_change: Callable[[int, bool], None] = lambda rank, is_up: None,
     ) -> None:
         """``on_change`` is called with a place and whether it has a process, whenever that changes after the
         start."""
-        super().__init__(
-            Role.SCORER,
-            Supervised[ScorerActor],
-            spawn,
-            heartbeat_s=section.heartbeat_s,
-            heartbeat_key="scorer.heartbeat_s",
-            faults=faults,
-            listing=listing,
-        )
+        super().__init__(spawn, reports, heartbeat_s=section.heartbeat_s)
         self._section = section
         self._on_change = on_change
         self._budgets = [RestartBudget(section.max_restarts) for _ in range(section.num_replicas)]
@@ -440,11 +435,7 @@ async def start_scorer(processes: ProcessManager, config: RunConfig) -> GroupSco
         )
 
     scorers = processes.scorer = ScorerProcesses(
-        spawn,
-        section,
-        faults=processes.faults,
-        listing=processes.listing,
-        on_change=lambda rank, is_up: pool.set_up(rank, is_up),
+        spawn, processes, section, on_change=lambda rank, is_up: pool.set_up(rank, is_up)
     )
     num_replicas = section.num_replicas
     await scorers.start(num_replicas)

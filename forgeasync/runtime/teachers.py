@@ -391,6 +391,7 @@ async def _start_pool(
 
         async def set_up(actor: GeneratorActor) -> None:
             await actor.setup.call_one(setup, host.id, groups.folder)
+            # It keeps no log of tokens in flight.
             await cast(TeacherActor, actor).open.call_one(groups)
 
         return await spawn_engine(
@@ -407,10 +408,9 @@ async def _start_pool(
 
     pool = GeneratorPool(
         spawn,
+        processes,
         engine,
         [host] * engine.num_replicas,
-        faults=processes.faults,
-        listing=processes.listing,
         role=Role.TEACHER,
         title=f"teacher {name}",
         key=f"teachers.{name}.engine",

@@ -122,8 +122,8 @@ async def test_groups_and_episodes_go_on_from_what_their_host_has_read(tmp_path:
         generators = await start_generators(
             manager, tiny_config(folder), read_model_facts(str(folder)), folder
         )
-        actor = generators.pool.replicas[0].actor
-        log = await actor.in_flight.call_one()
+        (replica,) = generators.pool.replicas
+        actor, log = replica.actor, replica.spawned.in_flight
         assert log is not None and log.is_relative_to(manager.payload_folders[0])
         await _continue_groups(actor, host, log)
         await _continue_episodes(actor, host, log)

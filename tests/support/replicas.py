@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -219,7 +220,8 @@ async def generators_of(
     config = GeneratorSection(**({"num_replicas": len(hosts)} | section))  # type: ignore[arg-type]
     told: list[str] = []
     faults, listing = FaultLog(tell=told.append), ProcessListFile()
-    pool = GeneratorPool(spawn, config, [by_id[name] for name in hosts], faults=faults, listing=listing)
+    reports = SimpleNamespace(faults=faults, listing=listing)
+    pool = GeneratorPool(spawn, reports, config, [by_id[name] for name in hosts])
     router = GeneratorRouter(pool, timeouts or TimeoutSection(), max_lost_per_group=config.max_lost_per_group)
     world = ReplicaWorld(
         pool=pool, router=router, faults=faults, listing=listing, hosts=list(hosts), told=told
