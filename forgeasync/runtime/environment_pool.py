@@ -23,7 +23,7 @@ from forgeasync.runtime.environment import (
     WorkerReport,
     agent_roles,
 )
-from forgeasync.runtime.generator import CancelledGroup, GeneratorActor
+from forgeasync.runtime.generator import GeneratorActor
 from forgeasync.runtime.process_manager import ENVIRONMENT_WORKER, ProcessManager
 from forgeasync.runtime.supervised import (
     ProcessLost,
@@ -129,10 +129,11 @@ class EnvironmentPool(SupervisedPool[Worker]):
 
         self._background.start(tell())
 
-    async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
+    async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | None:
         """Run an episode on the worker with the fewest episodes, as soon as one has a free slot.
 
-        If the worker is lost, the episode ends as ``infrastructure``.
+        If the worker is lost, the episode ends as ``infrastructure``. Returns None if the group was
+        cancelled.
         """
         worker = await self._workers.until(lambda workers: self._assign())
         try:

@@ -89,13 +89,17 @@ class GeneratorSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedGroup:
-    """A group that must not be trained on, or does not fit into the payload store."""
+    """A group that must not be trained on, does not fit into the payload store, or was cancelled."""
 
     problem: str | None
-    """The rollout and its problem; None: nothing failed, but it has no score."""
+    """The rollout and its problem; None: nothing failed, but it has no score or was cancelled."""
     reason: DropReason = DropReason.BAD_RECORD
     outcomes: tuple[EpisodeOutcome, ...] = ()
     """All attempts at the group's episodes, if it has episodes."""
+
+
+CANCELLED = RefusedGroup(problem=None, reason=DropReason.CANCELLED)
+"""A group that was cancelled because it would have been too old to train on at its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +110,6 @@ class SampledResponse:
     versions: VersionRange
     ids_T: np.ndarray
     """Token ids of the response, int32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelledGroup:
-    """A group that was cancelled because it would have been too old to train on at its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +264,7 @@ class GeneratorActor(Actor):
         seed: int | None,
         continued: bytes | None = None,
         finished: Port[tuple[int, Response]] | None = None,
-    ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
+    ) -> tuple[StoredRollout, ...] | RefusedGroup:
         """Sample a group of responses to one prompt, check their records and store their arrays.
 
         ``continued`` is the data that ``Host.read_in_flight`` read of the group from a lost generator.
@@ -292,7 +291,7 @@ class GeneratorActor(Actor):
                 # Readers of the trace compute the time of a decode step from the token counts.
                 facts["response_tokens"] = " ".join(str(one.num_response_tokens) for one in rollouts)
         except GroupCancelled:
-            return CancelledGroup()
+            return CANCELLED
         self._forget_later(group_id)
         return self._check_and_store(
             group_id,
@@ -326,9 +325,9 @@ class GeneratorActor(Actor):
         max_tokens: int,
         seed: int | None,
         repeated: bool = False,
-    ) -> SampledTurn | CancelledGroup:
+    ) -> SampledTurn | None:
         """Sample a turn of an episode, after the turn ``after`` and the tokens ``given_ids``; its arrays stay
-        here.
+        here. None: the group was cancelled.
 
         ``repeated``: the turn was requested from a lost generator, and its episodes were restored here.
         """
@@ -343,16 +342,15 @@ class GeneratorActor(Actor):
                 repeated=repeated,
             )
         except GroupCancelled:
-            return CancelledGroup()
+            return None
 
     @concurrent_endpoint
-    async def restore_episodes(
-        self, group_id: int, data: bytes
-    ) -> Mapping[EpisodeId, frozenset[int]] | CancelledGroup:
+    async def restore_episodes(self, group_id: int, data: bytes) -> Mapping[EpisodeId, frozenset[int]] | None:
         """Take over the episodes of a group from a lost generator, with all their turns.
 
         ``data`` is the data that ``Host.read_in_flight`` read of the group. Returns the numbers of the
-        completed turns, by episode: only these may have reached the environment.
+        completed turns, by episode: only these may have reached the environment. Returns None if the group
+        was cancelled.
 
         Raises:
             ValueError: ``data`` is incomplete or of another group, or the group is already open here.
@@ -361,7 +359,7 @@ class GeneratorActor(Actor):
         try:
             self._episodes.restore(group_id, turns)
         except GroupCancelled:
-            return CancelledGroup()
+            return None
         return ended_turns(turns)
 
     @concurrent_endpoint
@@ -399,7 +397,7 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:
-        """Cancel those of the groups that this engine samples; their calls return ``CancelledGroup``."""
+        """Cancel those of the groups that this engine samples; their calls return ``CANCELLED``."""
         await self._engine.cancel(group_ids)
 
     @concurrent_endpoint

@@ -36,7 +36,7 @@ from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.planning import Machine, count_parameters, generator_memory, least_bytes, total_bytes
 from forgeasync.rollouts import CaptureSpec, EpisodeId, StoredRollout
 from forgeasync.runtime.generator import (
-    CancelledGroup,
+    CANCELLED,
     EndedEpisode,
     GeneratorActor,
     GeneratorSetup,
@@ -131,7 +131,7 @@ class GeneratorRouter:
         sampling: SamplingSection,
         seed: int | None = None,
         on_finished: OnFinished | None = None,
-    ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
+    ) -> tuple[StoredRollout, ...] | RefusedGroup:
         """Sample a group of responses to one prompt; its arrays stay with the generator until freed.
 
         With a seed the responses are reproducible. A group is refused if its generators are lost, or exceed
@@ -141,7 +141,7 @@ class GeneratorRouter:
 
         def call(
             replica: LiveReplica, continued: bytes | None
-        ) -> Awaitable[tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup]:
+        ) -> Awaitable[tuple[StoredRollout, ...] | RefusedGroup]:
             return replica.actor.sample_group.call_one(
                 group_id, prompt_ids_P, num_samples, sampling, seed, continued, finished
             )
@@ -152,7 +152,7 @@ class GeneratorRouter:
                 return await self._retried(what, num_samples, call, group_id=group_id)
             except GroupGivenUp as given_up:
                 if is_cancelled():
-                    return CancelledGroup()
+                    return CANCELLED
                 return RefusedGroup(problem=str(given_up), reason=given_up.reason)
 
     async def respond(
@@ -270,7 +270,7 @@ class GeneratorRouter:
 
     async def restore_episodes(
         self, replica: LiveReplica, group_id: int, data: bytes
-    ) -> Mapping[EpisodeId, frozenset[int]] | CancelledGroup:
+    ) -> Mapping[EpisodeId, frozenset[int]] | None:
         """Let one generator take over the episodes of a group; see ``GeneratorActor.restore_episodes``.
 
         Raises:

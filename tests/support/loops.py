@@ -42,8 +42,8 @@ from forgeasync.rollouts import (
     VersionRange,
 )
 from forgeasync.runtime import (
+    CANCELLED,
     BufferReport,
-    CancelledGroup,
     GroupSampler,
     GroupScoring,
     Proc,
@@ -260,13 +260,13 @@ class Generators:
         sampling: SamplingSection,
         seed: int,
         on_finished: Callable[[int, Response], None] | None = None,
-    ) -> tuple[StoredRollout, ...] | CancelledGroup | RefusedGroup:
+    ) -> tuple[StoredRollout, ...] | RefusedGroup:
         self.prompts.append(prompt_ids_P.item())
         if self._refuses:
             return RefusedGroup(problem=f"group {group_id} has no experts")
         if group_id in self._endless:
             await self._endless[group_id].wait()
-            return CancelledGroup()
+            return CANCELLED
         version = min(self._fetched)
         rewards = self._rng.normal(0.5, 3.0, num_samples)
         return tuple(

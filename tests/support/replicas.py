@@ -20,10 +20,11 @@ from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.observability import FaultLog, ProcessListFile
 from forgeasync.rollouts import StoredRollout
 from forgeasync.runtime import (
-    CancelledGroup,
+    CANCELLED,
     GeneratorPool,
     GeneratorRouter,
     LocalHost,
+    RefusedGroup,
     ReplicaState,
     Spawned,
     supervised,
@@ -84,7 +85,7 @@ class ScriptedGenerator:
         seed: int | None,
         continued: bytes | None,
         finished: object,
-    ) -> tuple[StoredRollout, ...] | CancelledGroup:
+    ) -> tuple[StoredRollout, ...] | RefusedGroup:
         self._log.append((f"sample {group_id} {prompt_ids_P.tolist()} {seed}", self.number, "begins"))
         self.continued[group_id] = continued
         cancelled = self.running[group_id] = asyncio.Event()
@@ -97,7 +98,7 @@ class ScriptedGenerator:
             ended.cancel()
         del self.running[group_id]
         await self._answering("sample_group")
-        return CancelledGroup() if cancelled.is_set() else ()
+        return CANCELLED if cancelled.is_set() else ()
 
     @endpoint
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:
