@@ -371,11 +371,12 @@ class GroupEpisodes:
             ProcessLost: this generator is lost as well.
             EpisodeCancelled: the group was cancelled.
         """
-        taken_over: Mapping[EpisodeId, frozenset[int]] | None = {}
+        taken_over: Mapping[EpisodeId, frozenset[int]] = {}
         if group.data is not None:
-            taken_over = await self._generators.restore_episodes(replica, group.group_id, group.data)
-            if taken_over is None:
+            restored = await self._generators.restore_episodes(replica, group.group_id, group.data)
+            if restored is None:
                 raise EpisodeCancelled
+            taken_over = restored
         lost, group.replica = group.replica, replica
         group.num_moves += 1
         # This also ends the episodes of a cancelled group.

@@ -153,7 +153,7 @@ class BookedBuffer(Monitor[ReplayBuffer]):
 
     def _note(self) -> None:
         assert self.book is not None
-        for event in self.state.events.take():
+        for event in self.state.take_events():
             self.book.apply(event)
 
 
