@@ -40,7 +40,7 @@ from forgeasync.environments.rendering import (
 )
 from forgeasync.environments.sessions.session import Session
 from forgeasync.files import is_refusal
-from forgeasync.rollouts import AgentOutcome, EpisodeId, SampledTurn, Score, ToolStatus, VersionRange, spanned
+from forgeasync.rollouts import EpisodeId, SampledTurn, ToolStatus, VersionRange, spanned
 
 MAX_FILES = 32
 """Maximum number of files that one attempt at an episode keeps."""
@@ -202,6 +202,19 @@ class Participant(NamedAgent):
         """Policy versions that sampled the turns; None without turns, or if an endpoint samples them."""
         return None
 
+    def counts(self) -> Counter[str]:
+        """Return the counts of the agent and of its session, by their names in metrics.jsonl."""
+        return Counter(
+            {
+                "episode/num_rewritten_histories": self.num_rewritten,
+                "episode/num_faulty_tool_calls": self.num_faulty_calls,
+                "episode/num_turns_from_text": self.num_from_text,
+                "episode/num_reserved_texts": self.num_reserved,
+                **{f"episode/num_tool_calls_{status}": num for status, num in self.tool_calls.items()},
+                **{f"session/{name}": num for name, num in self.session_counts.items()},
+            }
+        )
+
     @abstractmethod
     def branches(self) -> list[RecordedBranch]:
         """Return all conversations of the agent, for the record of the episode."""
@@ -230,22 +243,6 @@ class Participant(NamedAgent):
         if self._num_begun >= self._max_turns:
             self.has_hit_max_turns = True
             raise TooManyTurns(f"the model has taken {self._num_begun} turns, which is episodes.max_turns")
-
-
-def outcome_of(agent: Participant, score: Score | None) -> AgentOutcome:
-    """Return the outcome of an agent after its episode."""
-    return AgentOutcome(
-        score=score,
-        num_turns=agent.num_turns,
-        num_rewritten=agent.num_rewritten,
-        num_faulty_calls=agent.num_faulty_calls,
-        tool_calls=dict(agent.tool_calls),
-        tool_calls_s=tuple(agent.tool_calls_s),
-        num_from_text=agent.num_from_text,
-        num_reserved=agent.num_reserved,
-        session_counts=agent.session_counts,
-        versions=agent.versions,
-    )
 
 
 logger = logging.getLogger(__name__)

@@ -599,7 +599,7 @@ async def test_episodes_of_groups_that_the_buffer_drops_are_forgotten() -> None:
 
 def outcome_of(ending: Ending, value: float | None = None) -> EpisodeOutcome:
     score = None if value is None else Score(value=value, is_correct=True)
-    agent = AgentOutcome(score=score, num_turns=2, num_rewritten=0, num_faulty_calls=0)
+    agent = AgentOutcome(score=score, num_turns=2)
     problem = None if ending is Ending.COMPLETED else f"it is {ending}"
     return EpisodeOutcome(ending=ending, agents=(agent,), episode_s=1.0, sampling_s=0.5, problem=problem)
 

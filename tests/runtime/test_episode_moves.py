@@ -136,7 +136,7 @@ class Workers:
             ending, score = Ending.INFRASTRUCTURE, None
         finally:
             self.num_running -= 1
-        agent = AgentOutcome(score=score, num_turns=NUM_TURNS, num_rewritten=0, num_faulty_calls=0)
+        agent = AgentOutcome(score=score, num_turns=NUM_TURNS)
         return EpisodeOutcome(
             ending=ending, agents=(agent,), episode_s=1.0, sampling_s=1.0, attempt=request.episode.attempt
         )
