@@ -8,8 +8,8 @@ scores of groups. A failure costs at most one response's group.
 import asyncio
 import functools
 import logging
-import operator
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +25,7 @@ from forgeasync.config import (
 from forgeasync.environments import Response
 from forgeasync.observability import Fault, Role, describe_error
 from forgeasync.processes import MemoryPeak, largest
-from forgeasync.rollouts import Score, Task, VerifierCounts
+from forgeasync.rollouts import Score, Task
 from forgeasync.runtime.process_manager import SCORER, ProcessManager
 from forgeasync.runtime.scorer import ScoredResponses, ScorerActor, ScorerReady, Unavailable
 from forgeasync.runtime.supervised import (
@@ -38,7 +38,7 @@ from forgeasync.runtime.supervised import (
     SupervisedPool,
     spawn_local,
 )
-from forgeasync.scoring import Assignment, Dispatcher, DispatchOutcome
+from forgeasync.scoring import REWARD_COUNTS, Assignment, Dispatcher, DispatchOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -173,9 +173,9 @@ class ScoreQueue:
         self._dispatch = Dispatcher(len(calls), section, retry_wait_s=retry_wait_s)
         self._jobs: dict[int, _Job] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._counts = [VerifierCounts()] * len(calls)
+        self._counts = [Counter[str]() for _ in calls]
         """Last known counts of all processes of each replica."""
-        self._lost_counts = [VerifierCounts()] * len(calls)
+        self._lost_counts = [Counter[str]() for _ in calls]
         """Last known counts of its lost processes."""
         self._memory: MemoryPeak | None = None
 
@@ -205,7 +205,7 @@ class ScoreQueue:
         if is_up:
             self._dispatch.replica_up(rank)
         else:
-            self._lost_counts[rank] = self._counts[rank]
+            self._lost_counts[rank] = self._counts[rank].copy()
             for number in self._dispatch.replica_down(rank, self._clock()):
                 job = self._jobs[number]
                 job.problem = f"lost its scorer {self._section.max_lost} times: its process was gone"
@@ -216,8 +216,9 @@ class ScoreQueue:
         """Return counts since the run began and the scorers' memory, by their names in metrics.jsonl."""
         memory = {} if self._memory is None else self._memory.metrics("scorer")
         dispatch, counts = self._dispatch, self._dispatch.counts
+        of_rewards = sum(self._counts, Counter[str]())
         return (
-            functools.reduce(operator.add, self._counts).metrics()
+            {name: of_rewards[name] for name in REWARD_COUNTS}
             | memory
             | {
                 "scoring/num_failed_attempts": counts.num_failed,
@@ -299,8 +300,7 @@ class ScoreQueue:
             ValueError, TypeError: a response has no score.
         """
         # Replies can arrive out of order, and counts and peaks only increase.
-        counts = self._lost_counts[replica] + answer.counts
-        self._counts[replica] = self._counts[replica].merged(counts)
+        self._counts[replica] |= self._lost_counts[replica] + answer.counts
         self._memory = largest((self._memory, answer.memory))
         scores = tuple(answer.scores)
         if len(scores) != len(job.responses):

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from forgeasync.controller import (
 )
 from forgeasync.environments import EndpointModel, Response
 from forgeasync.observability import HeldOutScores, read_episodes, summarize
-from forgeasync.rollouts import Score, Task, VerifierCounts, VersionRange, VersionSpan
+from forgeasync.rollouts import Score, Task, VersionRange, VersionSpan
 from forgeasync.runtime import (
     EndpointResponses,
     GroupScoring,
@@ -320,7 +321,7 @@ def test_the_only_model_of_an_endpoint_is_found() -> None:
 
 async def score_by_text(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
     scores = tuple(Score(1.0, True) if one.text == task.answer else Score(0.0, False) for one in responses)
-    return ScoredResponses(scores=scores, counts=VerifierCounts())
+    return ScoredResponses(scores=scores, counts=Counter())
 
 
 async def test_every_sample_of_an_endpoint_is_kept_and_counted(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import re
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from forgeasync.config import SamplingSection, ScorerSection
 from forgeasync.controller import ProblemSet, evaluate
 from forgeasync.environments import Response
 from forgeasync.processes import MemoryPeak
-from forgeasync.rollouts import FinishReason, Score, Task, VerifierCounts, VersionRange
+from forgeasync.rollouts import FinishReason, Score, Task, VersionRange
 from forgeasync.runtime import (
     GroupScoring,
     ProcessLost,
@@ -54,7 +55,7 @@ def scores(num: int) -> tuple[Score, ...]:
 
 def scored(*values: float, num_timeouts: int = 0) -> ScoredResponses:
     given = tuple(Score(value=value, is_correct=value >= 2.0) for value in values)
-    return ScoredResponses(scores=given, counts=VerifierCounts(num_timeouts=num_timeouts))
+    return ScoredResponses(scores=given, counts=Counter({"scoring/num_timeouts": num_timeouts}))
 
 
 def pool_of(*calls: Call, is_whole: bool = False, **section: float) -> tuple[ScoreQueue, GroupScoring]:
@@ -103,7 +104,7 @@ class Scorers:
             if lost.done():
                 raise ProcessLost(f"scorer {rank} was gone before it answered")
             given = tuple(Score(float(one.text), False) for one in responses)
-            return ScoredResponses(scores=given, counts=VerifierCounts())
+            return ScoredResponses(scores=given, counts=Counter())
 
         return call
 
@@ -215,7 +216,7 @@ class TestGroupScoring:
             (RuntimeError("Traceback\n  line 1\nValueError: deep down"), "in 4 attempts.*ValueError: deep"),
             (scored(1.0), "group 17 has 2 responses, and the scorer gave 1 scores"),
             (scored(1.0, 1.0, 1.0), "group 17 has 2 responses, and the scorer gave 3 scores"),
-            (ScoredResponses(scores=(1.0, math.nan), counts=VerifierCounts()), "1.0, which is not a Score"),
+            (ScoredResponses(scores=(1.0, math.nan), counts=Counter()), "1.0, which is not a Score"),
             (ProcessLost("process 7 was gone"), f"lost its scorer {MAX_LOST} times.*: process 7 was gone"),
             (AWAY, "scorer.max_unavailable_s = 0.1 s: the judge is down"),
         ],

@@ -6,6 +6,7 @@ A response's text is its reward, written out, so that a test can follow a reward
 import asyncio
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -38,7 +39,6 @@ from forgeasync.rollouts import (
     Score,
     StoredRollout,
     Task,
-    VerifierCounts,
     VersionRange,
 )
 from forgeasync.runtime import (
@@ -345,7 +345,7 @@ async def score_by_text(task: Task, responses: Sequence[Response], first: int) -
     """Reads the reward out of a response; 1 and more are correct."""
     values = [float(response.text) for response in responses]
     scores = tuple(Score(value, value >= 1.0) for value in values)
-    return ScoredResponses(scores=scores, counts=VerifierCounts())
+    return ScoredResponses(scores=scores, counts=Counter())
 
 
 def make_scoring(config: RunConfig) -> GroupScoring:
