@@ -161,12 +161,10 @@ class ScoreQueue:
         calls: Sequence[ScoreCall],
         section: ScorerSection,
         *,
-        isolation: str = "",
         retry_wait_s: float = RETRY_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``calls`` has one entry for each replica; ``isolation`` describes the isolation of verifiers."""
-        self.isolation = isolation
+        """``calls`` has one entry for each replica."""
         self._calls = tuple(calls)
         self._section = section
         self._clock = clock
@@ -330,19 +328,16 @@ class GroupScoring:
         pool: ScoreQueue,
         *,
         compares: Callable[[Task], bool] = lambda task: False,
+        isolation: str = "",
     ) -> None:
         """``compares`` returns whether a reward of the task compares the responses of a group; these are then
-        scored together, once all have ended."""
+        scored together, once all have ended. ``isolation`` describes the isolation of verifiers."""
+        self.isolation = isolation
         self._pool = pool
         self._compares = compares
         self._early: dict[int, dict[int, tuple[Response, Scoring]]] = {}
         """Responses of groups that are still being sampled, by group and index in it."""
         self._num_early = 0
-
-    @property
-    def isolation(self) -> str:
-        """Description of the isolation of verifiers."""
-        return self._pool.isolation
 
     def finished(self, group_id: int, task: Task, index: int, response: Response) -> None:
         """Start scoring a response of a group that is still being sampled.
@@ -441,9 +436,9 @@ async def start_scorer(processes: ProcessManager, config: RunConfig) -> GroupSco
     await scorers.start(num_replicas)
     calls = [functools.partial(scorers.score, rank) for rank in range(num_replicas)]
     words = isolation if num_replicas == 1 else f"{num_replicas} scorers, in each {isolation}"
-    pool = ScoreQueue(calls, section, isolation=words)
+    pool = ScoreQueue(calls, section)
     comparing = frozenset(source.name for source in sources if _compares(source))
-    return GroupScoring(pool, compares=lambda task: task.source in comparing)
+    return GroupScoring(pool, compares=lambda task: task.source in comparing, isolation=words)
 
 
 def _compares(source: NamedSource) -> bool:

@@ -61,7 +61,7 @@ def scored(*values: float, num_timeouts: int = 0) -> ScoredResponses:
 def pool_of(*calls: Call, is_whole: bool = False, **section: float) -> tuple[ScoreQueue, GroupScoring]:
     """Scorers that are called; with ``is_whole`` by one call for each group."""
     config = ScorerSection(**section)  # type: ignore[arg-type]
-    pool = ScoreQueue(list(calls), config, retry_wait_s=0.0, isolation="walls")
+    pool = ScoreQueue(list(calls), config, retry_wait_s=0.0)
     return pool, GroupScoring(pool, compares=lambda task: is_whole)
 
 
