@@ -70,9 +70,8 @@ from .environment_pool import MAX_STUCK as MAX_STUCK
 from .generator import EndedEpisode as EndedEpisode
 from .generator import GeneratorActor as GeneratorActor
 from .generator import GeneratorSetup as GeneratorSetup
-from .generator import SampledResponse as SampledResponse
 from .generator import SampledRollout as SampledRollout
-from .generator import sampled_response as sampled_response
+from .generator import sampled_turn as sampled_turn
 from .generator import store_group as store_group
 from .host_checks import Gpu as Gpu
 from .host_checks import GpuFacts as GpuFacts

@@ -400,14 +400,7 @@ class EnvironmentActor(Actor):
             self._num_untrained += 1
             async with deadline(limit_s, call="a generator sampling for people", key="timeouts.generate_s"):
                 (sampled,) = await generator.respond.call_one(prompt_ids, 1, sampling, None)
-            return SampledTurn(
-                turn=0,
-                ids_T=sampled.ids_T,
-                text=sampled.response.text,
-                finish_reason=sampled.response.finish_reason,
-                first_version=sampled.versions.first,
-                version=sampled.versions.last,
-            )
+            return sampled
 
         return EpisodeAgent(UntrainedTurns(sample), self._renderer, limits)
 

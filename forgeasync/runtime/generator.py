@@ -47,7 +47,6 @@ from forgeasync.rollouts import (
     SampledTurn,
     StoredBranch,
     StoredRollout,
-    VersionRange,
     check_rollout,
     encode_group,
     ended_turns,
@@ -103,16 +102,6 @@ CANCELLED = RefusedGroup(problem=None, reason=DropReason.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledResponse:
-    """A response that is not trained on."""
-
-    response: Response
-    versions: VersionRange
-    ids_T: np.ndarray
-    """Token ids of the response, int32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EndedEpisode:
     """An agent's part in an episode that is trained on."""
 
@@ -121,13 +110,15 @@ class EndedEpisode:
     """Whether the episode ended because its context was full."""
 
 
-def sampled_response(rollout: Rollout) -> SampledResponse:
-    """Convert a rollout that is not trained on."""
-    spans = rollout.version_spans
-    return SampledResponse(
-        response=response_of(rollout),
-        versions=VersionRange(first=spans[0].version, last=spans[-1].version),
+def sampled_turn(rollout: Rollout) -> SampledTurn:
+    """Return a response that is not trained on, as the only turn of an episode."""
+    return SampledTurn(
+        turn=0,
         ids_T=rollout.response_ids_T,
+        text=rollout.text,
+        finish_reason=rollout.finish_reason,
+        first_version=rollout.version_spans[0].version,
+        version=rollout.version_spans[-1].version,
     )
 
 
@@ -403,12 +394,12 @@ class GeneratorActor(Actor):
     @concurrent_endpoint
     async def respond(
         self, prompt_ids_P: np.ndarray, num_samples: int, sampling: SamplingSection, seed: int | None
-    ) -> tuple[SampledResponse, ...]:
+    ) -> tuple[SampledTurn, ...]:
         """Sample responses that are not trained on."""
         rollouts = await self._engine.generate(
             prompt_ids_P=prompt_ids_P, num_samples=num_samples, sampling=sampling, seed=seed
         )
-        return tuple(map(sampled_response, rollouts))
+        return tuple(map(sampled_turn, rollouts))
 
     @concurrent_endpoint
     async def free_payloads(self, files: Sequence[str]) -> None:

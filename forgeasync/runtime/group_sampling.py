@@ -133,12 +133,13 @@ class ResponseGroups:
     ) -> HeldOutRollout:
         """Sample and score one response that is not trained on."""
         try:
-            (sampled,) = await self._generators.respond(
+            (turn,) = await self._generators.respond(
                 self._prompts.encode(task.prompt), num_samples=1, sampling=sampling, seed=seed
             )
         except GroupGivenUp as given_up:
             return HeldOutRollout(result=Unscored(reason=f"held-out problem {task.task_id}: {given_up}"))
-        return await _score_held_out(self._scorer, task, sampled.response, sampled.versions, keeps_record)
+        response = Response(turn.text, turn.num_tokens, turn.finish_reason)
+        return await _score_held_out(self._scorer, task, response, turn.versions, keeps_record)
 
 
 async def _score_held_out(

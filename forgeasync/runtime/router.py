@@ -34,14 +34,13 @@ from forgeasync.config import (
 from forgeasync.environments import Response
 from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.planning import Machine, count_parameters, generator_memory, least_bytes, total_bytes
-from forgeasync.rollouts import CaptureSpec, EpisodeId, StoredRollout
+from forgeasync.rollouts import CaptureSpec, EpisodeId, SampledTurn, StoredRollout
 from forgeasync.runtime.generator import (
     CANCELLED,
     EndedEpisode,
     GeneratorActor,
     GeneratorSetup,
     RefusedGroup,
-    SampledResponse,
 )
 from forgeasync.runtime.generator_pool import GeneratorPool, LiveReplica, spawn_engine
 from forgeasync.runtime.jobs import HostRole
@@ -162,14 +161,14 @@ class GeneratorRouter:
         num_samples: int,
         sampling: SamplingSection,
         seed: int | None = None,
-    ) -> tuple[SampledResponse, ...]:
+    ) -> tuple[SampledTurn, ...]:
         """Sample responses to one prompt that are not trained on; with a seed they are reproducible.
 
         Raises:
             GroupGivenUp: generators were lost, or exceeded ``timeouts.generate_s``, too often.
         """
 
-        def call(replica: LiveReplica, continued: bytes | None) -> Awaitable[tuple[SampledResponse, ...]]:
+        def call(replica: LiveReplica, continued: bytes | None) -> Awaitable[tuple[SampledTurn, ...]]:
             return replica.actor.respond.call_one(prompt_ids_P, num_samples, sampling, seed)
 
         return await self._retried(f"answering a prompt of {len(prompt_ids_P)} tokens", num_samples, call)

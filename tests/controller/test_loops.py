@@ -37,6 +37,7 @@ from forgeasync.rollouts import (
     EVERY_HOST,
     Group,
     GroupProgress,
+    SampledTurn,
     Score,
     SpilledGroup,
     Step,
@@ -50,7 +51,6 @@ from forgeasync.runtime import (
     CANCELLED,
     GroupScoring,
     RefusedGroup,
-    SampledResponse,
     ScoredResponses,
     ScoreQueue,
     Teacher,
@@ -424,7 +424,7 @@ class SlowTrainer(Trainer):
 class SlowGenerators(Generators):
     """An evaluation takes 5 s, a report 2 s."""
 
-    async def respond(self, *arguments: object, **keywords: object) -> tuple[SampledResponse, ...]:
+    async def respond(self, *arguments: object, **keywords: object) -> tuple[SampledTurn, ...]:
         await asyncio.sleep(5.0)
         return await super().respond(*arguments, **keywords)
 

@@ -16,13 +16,12 @@ from forgeasync.config import SamplingSection, ScorerSection
 from forgeasync.controller import ProblemSet, evaluate
 from forgeasync.environments import Response
 from forgeasync.processes import MemoryPeak
-from forgeasync.rollouts import FinishReason, Score, Task, VersionRange
+from forgeasync.rollouts import FinishReason, SampledTurn, Score, Task
 from forgeasync.runtime import (
     GroupScoring,
     ProcessLost,
     ResponseGroups,
     ResponseScoring,
-    SampledResponse,
     ScoredResponses,
     ScoreQueue,
     Unavailable,
@@ -380,10 +379,16 @@ class Generators:
 
     async def respond(
         self, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection, seed: int
-    ) -> tuple[SampledResponse, ...]:
-        sampled = Response(f"response {seed}", 4, FinishReason.STOP)
-        versions = VersionRange(first=seed, last=seed + 1)
-        return (SampledResponse(response=sampled, versions=versions, ids_T=np.zeros(4, np.int32)),)
+    ) -> tuple[SampledTurn, ...]:
+        turn = SampledTurn(
+            turn=0,
+            ids_T=np.zeros(4, np.int32),
+            text=f"response {seed}",
+            finish_reason=FinishReason.STOP,
+            first_version=seed,
+            version=seed + 1,
+        )
+        return (turn,)
 
 
 async def test_accuracy_is_the_mean_over_all_responses_that_were_scored() -> None:

@@ -36,10 +36,10 @@ from forgeasync.observability import FaultLog, HeldOutScores, RunDir
 from forgeasync.rollouts import (
     EpisodeOutcome,
     FinishReason,
+    SampledTurn,
     Score,
     StoredRollout,
     Task,
-    VersionRange,
 )
 from forgeasync.runtime import (
     CANCELLED,
@@ -50,7 +50,6 @@ from forgeasync.runtime import (
     RefusedGroup,
     ReplicaTable,
     ResponseGroups,
-    SampledResponse,
     ScoredResponses,
     ScoreQueue,
     Teachers,
@@ -276,15 +275,19 @@ class Generators:
 
     async def respond(
         self, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection, seed: int
-    ) -> tuple[SampledResponse, ...]:
+    ) -> tuple[SampledTurn, ...]:
         """The prompt's only token is the reward in tenths."""
         self.seeds.append(seed)
         self.sampled_as.append(sampling)
-        response = Response(str(prompt_ids_P.item() / 10), 3, FinishReason.STOP)
-        versions = VersionRange(first=min(self._fetched), last=max(self._fetched))
-        return (
-            SampledResponse(response=response, versions=versions, ids_T=np.zeros(3, np.int32)),
-        ) * num_samples
+        turn = SampledTurn(
+            turn=0,
+            ids_T=np.zeros(3, np.int32),
+            text=str(prompt_ids_P.item() / 10),
+            finish_reason=FinishReason.STOP,
+            first_version=min(self._fetched),
+            version=max(self._fetched),
+        )
+        return (turn,) * num_samples
 
     async def begin_update(self, host: int, manifest: Manifest) -> FetchReport:
         number = self.num_fetches[host]
