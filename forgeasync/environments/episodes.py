@@ -456,6 +456,9 @@ class Episodes:
                 "episode/num_refused_artifacts": artifacts.num_refused,
             }
         )
+        for agent in agents:
+            counts.update(agent.counts)
+            counts.update({f"session/{name}": num for name, num in agent.session_counts.items()})
         return EpisodeOutcome(
             ending=ending,
             agents=tuple(
@@ -468,7 +471,7 @@ class Episodes:
             record=record,
             attempt=episode.attempt,
             episode=episode.index,
-            counts=sum((agent.counts() for agent in agents), counts),
+            counts=counts,
             tool_calls_s=tuple(call_s for agent in agents for call_s in agent.tool_calls_s),
         )
 
