@@ -36,7 +36,7 @@ from forgeasync.controller import (
 from forgeasync.environments import sampling_seed
 from forgeasync.observability import exit_with
 from forgeasync.rollouts import Group, Score
-from forgeasync.runtime import CancelledGroup, ProcessManager, RefusedGroup, SampledGroup
+from forgeasync.runtime import ProcessManager, RefusedGroup, SampledGroup
 from forgeasync.trainer import steps_problem
 
 
@@ -140,14 +140,11 @@ class GrpoRun(RunLoops):
         """Sample a group, then keep it or give it up."""
         seed = sampling_seed(self.config.seed, start.draw_id)
         answer = await self.groups.sample(start.group_id, start.task, seed=seed)
-        match answer:
-            case SampledGroup():
-                await self.keep(start, answer)
-            case RefusedGroup():
-                self.recorder.record_episodes(answer.outcomes)
-                await self.lifecycle.give_up(start.group_id, answer.reason, answer.problem)
-            case CancelledGroup():
-                await self.lifecycle.give_up(start.group_id, DropReason.CANCELLED)
+        if isinstance(answer, RefusedGroup):
+            self.recorder.record_episodes(answer.outcomes)
+            await self.lifecycle.give_up(start.group_id, answer.reason, answer.problem)
+        else:
+            await self.keep(start, answer)
 
     async def keep(self, start: Start, sampled: SampledGroup) -> None:
         """Put a sampled group into the buffer; pass it to the scoring loop unless it is scored already."""

@@ -19,27 +19,27 @@ MAX_DEEP_IMPORTS = 65
 """Imports past a front, in tests, benchmarks and examples: they patch a module or use a private name. Lower
 this number when you remove one; never raise it."""
 
-MAX_NAMES_FOR_TESTS = 452
+MAX_NAMES_FOR_TESTS = 451
 """Names that only tests import from a front. Lower this number when you remove one; never raise it: test what
 other rooms can see."""
 
 MAX_CODE = {
     "algorithms": 1008,
-    "buffer": 1923,
+    "buffer": 1889,
     "config": 2632,
-    "controller": 4101,
+    "controller": 4082,
     "environments": 6696,
     "generator": 3250,
     "isolation": 2462,
     "models": 2554,
-    "observability": 2667,
+    "observability": 2656,
     "planning": 2271,
     "plugins": 4971,
-    "rollouts": 2215,
-    "runtime": 6335,
-    "scoring": 2351,
+    "rollouts": 2178,
+    "runtime": 6247,
+    "scoring": 2346,
     "trainer": 4396,
-    "weights": 1769,
+    "weights": 1744,
 }
 """Lines of code of each room, without blanks, comments and docstrings. Lower a number when a room shrinks.
 To raise one, say in docs/architecture.md what the lines bring."""

@@ -60,6 +60,5 @@ from .prompts import Submissions as Submissions
 from .ready_groups import known_reference as known_reference
 from .replay_buffer import LoadController as LoadController
 from .replay_buffer import NothingTrains as NothingTrains
-from .replay_buffer import StepLoad as StepLoad
 from .replay_buffer import WaitingSide as WaitingSide
 from .restoring import RestorePlan as RestorePlan

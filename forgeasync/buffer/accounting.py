@@ -60,7 +60,8 @@ class AccountingLedger:
         self._max_weight = section.max_weight
         self._deficits: defaultdict[Stratum, float] = defaultdict(float)
         self._composition = Composition(METRIC_GROUPS)
-        self._num_censored = 0
+        self.num_censored = 0
+        """Number of groups lost before they were sampled completely, whose lengths are unknown."""
 
     def train(self, task: Task, lengths: Sequence[int], *, submitted: Sequence[int]) -> float:
         """Count a group that goes into a batch, and return its weight.
@@ -83,7 +84,7 @@ class AccountingLedger:
     def lose(self, task: Task, lengths: Sequence[int] | None) -> None:
         """Count a group that is lost permanently. ``lengths`` is None if it was not sampled completely."""
         if lengths is None:
-            self._num_censored += 1
+            self.num_censored += 1
             return
         if self._carries_deficits:
             self._deficits[stratum_of(task, lengths)] += 1
@@ -98,22 +99,17 @@ class AccountingLedger:
             if weight
         )
 
-    @property
-    def num_censored(self) -> int:
-        """Number of groups lost before they were sampled completely, whose lengths are unknown."""
-        return self._num_censored
-
     def restore(self, deficits: Iterable[Deficit], num_censored: int) -> None:
         """Continue with the deficits of another ledger."""
         for one in deficits:
             self._deficits[one.source, one.length_bucket] += one.weight
-        self._num_censored = num_censored
+        self.num_censored = num_censored
 
     def metrics(self) -> dict[str, float]:
         """Return metrics by their names in metrics.jsonl."""
         return self._composition.metrics() | {
             "accounting/outstanding_deficit": float(sum(self._deficits.values())),
-            "accounting/num_censored": self._num_censored,
+            "accounting/num_censored": self.num_censored,
         }
 
 

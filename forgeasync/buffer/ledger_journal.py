@@ -6,7 +6,6 @@ when the ledger up to it is on disk, and the metrics of a step are reported only
 """
 
 import asyncio
-import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -163,7 +162,8 @@ class Journal:
         self._failure: Exception | None = None
         self._writing: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
-        self._refusal: Refusal | None = None
+        self.refusal: Refusal | None = None
+        """Reason why the disk does not accept writes, while they are retried; None otherwise."""
         self._monitor = Monitor(self)
         self._longest_behind_s = 0.0
 
@@ -207,11 +207,6 @@ class Journal:
         await self.durable()
         self._file.close()
 
-    @property
-    def refusal(self) -> Refusal | None:
-        """Reason why the disk does not accept writes, while they are retried; None otherwise."""
-        return self._refusal
-
     def metrics(self) -> dict[str, float]:
         """Return metrics by their names in metrics.jsonl.
 
@@ -234,10 +229,12 @@ class Journal:
                 self._pending.clear()
                 await self._until_written(data)
                 self._longest_behind_s = max(self._longest_behind_s, time.monotonic() - oldest_s)
-                self._monitor.change(functools.partial(Journal._set_durable, num_lines=num_lines))
+                self._num_durable = num_lines
+                self._monitor.wake()
         except Exception as error:
             # The next call of append or durable raises it.
-            self._monitor.change(functools.partial(Journal._fail, error=error))
+            self._failure = error
+            self._monitor.wake()
         finally:
             self._writing = None
 
@@ -250,17 +247,11 @@ class Journal:
                     raise
                 # The file object keeps the data and writes them with the next call.
                 data = b""
-                self._refusal = Refusal(path=str(self._file.path), reason=error.strerror or str(error))
+                self.refusal = Refusal(path=str(self._file.path), reason=error.strerror or str(error))
                 await asyncio.sleep(RETRY_S)
             else:
-                self._refusal = None
+                self.refusal = None
                 return
-
-    def _set_durable(self, num_lines: int) -> None:
-        self._num_durable = num_lines
-
-    def _fail(self, error: Exception) -> None:
-        self._failure = error
 
 
 class RunHasEnded(RuntimeError):
@@ -283,7 +274,7 @@ class JournaledBuffer(Monitor[ReplayBuffer]):
         """Call ``act`` on the buffer, append its events to the journal, and wake waiting tasks."""
         self._refuse_after_end()
         result = super().change(act)
-        self._journal.append(self.state.events.take())
+        self._journal.append(self.state.take_events())
         return result
 
     async def until(
@@ -295,7 +286,7 @@ class JournaledBuffer(Monitor[ReplayBuffer]):
         """Wait until ``attempt`` succeeds, and append its events to the journal. See ``Monitor.until``."""
         self._refuse_after_end()
         result = await super().until(attempt, look_at_s=look_at_s)
-        self._journal.append(self.state.events.take())
+        self._journal.append(self.state.take_events())
         return result
 
     async def checkpoint(self) -> CheckpointedBuffer:

@@ -227,22 +227,6 @@ class Trained(PromptEvent, frozen=True, kw_only=True, tag="trained"):
 AnyPromptEvent = Submitted | Started | Sampled | Scored | Restored | Dropped | Trained
 
 
-class PromptEvents:
-    """Queue of events in the order in which they happened."""
-
-    def __init__(self) -> None:
-        self._events: list[AnyPromptEvent] = []
-
-    def add(self, event: AnyPromptEvent) -> None:
-        """Append an event."""
-        self._events.append(event)
-
-    def take(self) -> list[AnyPromptEvent]:
-        """Return the events since the last call, and forget them."""
-        events, self._events = self._events, []
-        return events
-
-
 class LengthHistory:
     """Estimates the length of a prompt's longest rollout from the lengths of earlier ones.
 
@@ -282,22 +266,18 @@ class Submissions:
         self.history = LengthHistory()
         self._cohort_size = cohort_size
         self._longest_first = longest_first
-        self._num_submitted = 0
+        self.num_submitted = 0
+        """Number of prompts submitted so far, without repeated submissions."""
         self._heap: list[tuple[int, float, int, Submission]] = []
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    @property
-    def num_submitted(self) -> int:
-        """Number of prompts submitted so far, without repeated submissions."""
-        return self._num_submitted
-
     def submit(self, task: Task) -> Submission:
         """Add a new prompt."""
-        submission = Submission(submission_id=self._num_submitted, task=task)
-        self._push(submission, cohort=self._num_submitted // self._cohort_size)
-        self._num_submitted += 1
+        submission = Submission(submission_id=self.num_submitted, task=task)
+        self._push(submission, cohort=self.num_submitted // self._cohort_size)
+        self.num_submitted += 1
         return submission
 
     def reissue(self, submission: Submission, lengths: tuple[int, ...] | None) -> None:
@@ -313,13 +293,13 @@ class Submissions:
         self, *, started: Iterable[Submission], pending: Iterable[Submission], num_submitted: int
     ) -> None:
         """Continue from a snapshot. Prompts that had ``started`` start first, in the data's order."""
-        assert not self._heap and not self._num_submitted, "before anything is submitted"
+        assert not self._heap and not self.num_submitted, "before anything is submitted"
         for submission in started:
             self._push(submission, cohort=FIRST)
         for submission in pending:
             is_new = submission.attempt == 0
             self._push(submission, cohort=submission.submission_id // self._cohort_size if is_new else FIRST)
-        self._num_submitted = num_submitted
+        self.num_submitted = num_submitted
 
     def pending(self) -> tuple[Submission, ...]:
         """Return the pending prompts, ordered by attempt and then in the data's order."""

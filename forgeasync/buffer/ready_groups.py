@@ -5,6 +5,7 @@ optimizer step that may train on it. During sampling only a lower bound of r is 
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from forgeasync.config import AgeOf
@@ -86,34 +87,29 @@ class EarliestDeadlineFirst:
     """
 
     def __init__(self) -> None:
-        # By deadline. At most max_off_policy_steps + 1 deadlines exist at a time. Removed ids stay in the
-        # heaps until they are popped.
-        self._heaps: dict[int, list[int]] = {}
-        self._ids: dict[int, set[int]] = {}
+        self._heap: list[tuple[int, int]] = []
+        """Deadlines and ids. Removed groups stay here until they are popped."""
         self._deadlines: dict[int, int] = {}
+        self._num_by_deadline: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._deadlines)
 
     def add(self, group_id: int, deadline: int) -> None:
         """Add a complete group with its deadline, a policy version."""
-        heapq.heappush(self._heaps.setdefault(deadline, []), group_id)
-        self._ids.setdefault(deadline, set()).add(group_id)
+        heapq.heappush(self._heap, (deadline, group_id))
         self._deadlines[group_id] = deadline
+        self._num_by_deadline[deadline] += 1
 
     def discard(self, group_id: int) -> None:
         """Remove a group, if it is here."""
-        deadline = self._deadlines.pop(group_id, None)
-        if deadline is None:
-            return
-        self._ids[deadline].remove(group_id)
-        if not self._ids[deadline]:
-            del self._ids[deadline], self._heaps[deadline]
+        if (deadline := self._deadlines.pop(group_id, None)) is not None:
+            self._num_by_deadline -= Counter([deadline])
 
     def num_taken_by_deadline(self, num_groups: int) -> Iterator[tuple[int, int]]:
         """Yield (deadline, number of groups) of the groups that ``pop`` would take, by deadline."""
-        for deadline in sorted(self._ids):
-            num_taken = min(num_groups, len(self._ids[deadline]))
+        for deadline, num_here in sorted(self._num_by_deadline.items()):
+            num_taken = min(num_groups, num_here)
             num_groups -= num_taken
             yield deadline, num_taken
             if not num_groups:
@@ -123,9 +119,8 @@ class EarliestDeadlineFirst:
         """Remove the ``num_groups`` groups with the earliest deadlines, and return their ids."""
         taken: list[int] = []
         while len(taken) < num_groups:
-            deadline = min(self._ids)
-            group_id = heapq.heappop(self._heaps[deadline])
-            if group_id in self._ids[deadline]:
+            _, group_id = heapq.heappop(self._heap)
+            if group_id in self._deadlines:
                 self.discard(group_id)
                 taken.append(group_id)
         return taken

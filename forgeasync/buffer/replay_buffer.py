@@ -24,13 +24,13 @@ from enum import StrEnum
 from forgeasync.buffer.accounting import AccountingLedger, is_resubmitted
 from forgeasync.buffer.prompts import (
     AGE_REASONS,
+    AnyPromptEvent,
     Batch,
     BufferSnapshot,
     Committed,
     Deficit,
     Dropped,
     DropReason,
-    PromptEvents,
     Restored,
     Sampled,
     Scored,
@@ -70,18 +70,6 @@ class WaitingSide(StrEnum):
     NONE = "none"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLoad:
-    """Observations of one step of the training loop, the input of ``LoadController``."""
-
-    trainer_wait_share: float
-    """Share of the step spent waiting for its batch."""
-    num_ready: int
-    """Number of complete groups left after the batch was taken."""
-    is_bound: bool
-    """Whether the bound kept groups from starting when the batch was taken."""
-
-
 class LoadController:
     """Adapts the bound on the number of groups in the buffer, between one batch and ``max_groups``.
 
@@ -98,16 +86,22 @@ class LoadController:
         self.bound = max_groups
         self.waiting_side = WaitingSide.NONE
 
-    def step(self, load: StepLoad) -> None:
-        """Adapt the bound after a step."""
-        if load.trainer_wait_share > TRAINER_WAITS_SHARE:
+    def step(self, *, trainer_wait_share: float, num_ready: int, is_bound: bool) -> None:
+        """Adapt the bound after a step of the training loop.
+
+        Args:
+            trainer_wait_share: Share of the step spent waiting for its batch.
+            num_ready: Number of complete groups left after the batch was taken.
+            is_bound: Whether the bound kept groups from starting when the batch was taken.
+        """
+        if trainer_wait_share > TRAINER_WAITS_SHARE:
             self.waiting_side = WaitingSide.TRAINER
             self._num_calm_steps = 0
-            if load.is_bound:
+            if is_bound:
                 self.bound = min(self._max_groups, self.bound + max(1, self._groups_per_step // 4))
             return
-        has_batch_to_spare = load.num_ready >= self._groups_per_step
-        self.waiting_side = WaitingSide.GENERATORS if load.is_bound else WaitingSide.NONE
+        has_batch_to_spare = num_ready >= self._groups_per_step
+        self.waiting_side = WaitingSide.GENERATORS if is_bound else WaitingSide.NONE
         self._num_calm_steps = self._num_calm_steps + 1 if has_batch_to_spare else 0
         if self._num_calm_steps >= CALM_STEPS:
             self._num_calm_steps = 0
@@ -241,7 +235,8 @@ class ReplayBuffer:
         self._next_group_id = 0
         self._num_admitted = 0
         self._entries: dict[int, Entry] = {}
-        self._num_in_flight = 0
+        self.num_in_flight = 0
+        """Number of groups that were started and are not complete."""
         # Deadlines of all groups except the expired ones.
         self._due = Deadlines()
         self._batch: dict[int, Entry] = {}
@@ -249,7 +244,8 @@ class ReplayBuffer:
         self._num_ready_after_batch = 0
         self._was_bound = False
         self._again = BatchReplayPlan()
-        self.events = PromptEvents()
+        self._events: list[AnyPromptEvent] = []
+        """Events since the last call of ``take_events``, in the order in which they happened."""
         self.num_dropped: Counter[DropReason] = Counter({reason: 0 for reason in DropReason})
         self.num_reissued = 0
         self.num_restarted = 0
@@ -261,7 +257,7 @@ class ReplayBuffer:
         """Add prompts to the queue."""
         for task in tasks:
             prompt = self._submissions.submit(task).submission_id
-            self.events.add(Submitted(prompt=prompt, source=task.source, task_id=task.task_id))
+            self._events.append(Submitted(prompt=prompt, source=task.source, task_id=task.task_id))
 
     def progressed(self, groups: Iterable[GroupProgress]) -> None:
         """Handle a generator's reports on groups in flight. Reports on other groups are ignored."""
@@ -275,7 +271,7 @@ class ReplayBuffer:
         """Handle a group whose rollouts are all sampled. It must be scored next."""
         entry = self._entries[group.group_id]
         assert entry.sampled is None, "finished once"
-        self.events.add(Sampled(prompt=entry.submission.submission_id, group=group.group_id))
+        self._events.append(Sampled(prompt=entry.submission.submission_id, group=group.group_id))
         self._take_in(entry, group)
 
     def _take_in(self, entry: Entry, group: Group) -> None:
@@ -303,8 +299,8 @@ class ReplayBuffer:
         """
         entry = self._entries[group_id]
         entry.complete(rewards, kept, scores)
-        self._num_in_flight -= 1
-        self.events.add(Scored(prompt=entry.submission.submission_id, group=group_id))
+        self.num_in_flight -= 1
+        self._events.append(Scored(prompt=entry.submission.submission_id, group=group_id))
         if entry.is_expired:
             return self._lose(group_id, DropReason.STALE)
         self._ready.add(group_id, entry.deadline)
@@ -312,7 +308,7 @@ class ReplayBuffer:
 
     def failed(self, group_id: int, reason: DropReason) -> None:
         """Drop a group in flight."""
-        self._num_in_flight -= 1
+        self.num_in_flight -= 1
         self._lose(group_id, reason)
 
     def set_served_version(self, version: int) -> None:
@@ -329,17 +325,15 @@ class ReplayBuffer:
         self.num_trained += len(self._batch)
         self._trainer_version += 1
         prompts = tuple(entry.submission.submission_id for entry in self._batch.values())
-        self.events.add(
+        self._events.append(
             Trained(step=self._trainer_version, prompts=prompts, groups=tuple(self._batch), update=update)
         )
         self._batch.clear()
         if self._section.adapt_load:
             self._load.step(
-                StepLoad(
-                    trainer_wait_share=trainer_wait_share,
-                    num_ready=self._num_ready_after_batch,
-                    is_bound=self._was_bound,
-                )
+                trainer_wait_share=trainer_wait_share,
+                num_ready=self._num_ready_after_batch,
+                is_bound=self._was_bound,
             )
         return self._expire()
 
@@ -351,8 +345,10 @@ class ReplayBuffer:
             return None
         submission = self._submissions.pop()
         group_id = self._admit(submission, self._served_version + self._max_off_policy_steps)
-        self._num_in_flight += 1
-        self.events.add(Started(prompt=submission.submission_id, attempt=submission.attempt, group=group_id))
+        self.num_in_flight += 1
+        self._events.append(
+            Started(prompt=submission.submission_id, attempt=submission.attempt, group=group_id)
+        )
         return Start(group_id=group_id, draw_id=submission.draw_id, task=submission.task)
 
     def start_groups(self, most: int) -> tuple[tuple[Start, ...], int] | None:
@@ -458,36 +454,23 @@ class ReplayBuffer:
         self._take_in(entry, group)
         entry.complete(kept.rewards, kept.kept, kept.scores)
         self._again.came()
-        self.events.add(Restored(prompt=submission.submission_id, attempt=submission.attempt, group=group_id))
+        self._events.append(
+            Restored(prompt=submission.submission_id, attempt=submission.attempt, group=group_id)
+        )
         self._ready.add(group_id, entry.deadline)
         return group
 
     # ---- state
 
-    @property
-    def num_in_flight(self) -> int:
-        """Number of groups that were started and are not complete."""
-        return self._num_in_flight
-
-    @property
-    def num_present(self) -> int:
-        """Number of groups that were started and neither taken for training nor lost."""
-        return len(self._entries)
+    def take_events(self) -> list[AnyPromptEvent]:
+        """Return the events since the last call, in the order in which they happened."""
+        events, self._events = self._events, []
+        return events
 
     @property
     def num_complete(self) -> int:
         """Number of complete groups that wait for a batch."""
-        return len(self._entries) - self._num_in_flight
-
-    @property
-    def num_pending(self) -> int:
-        """Number of submitted prompts whose group has not started."""
-        return len(self._submissions)
-
-    @property
-    def num_submitted(self) -> int:
-        """Number of prompts submitted so far, including those before the run was resumed."""
-        return self._submissions.num_submitted
+        return len(self._entries) - self.num_in_flight
 
     def metrics(self) -> dict[str, float]:
         """Return metrics by their names in metrics.jsonl."""
@@ -506,7 +489,7 @@ class ReplayBuffer:
         ahead = self._served_version + self._max_off_policy_steps + 1
         if self._num_admitted >= min(ahead * self._groups_per_step, self._num_groups_in_run):
             return True
-        if self._section.max_in_flight is not None and self._num_in_flight >= self._section.max_in_flight:
+        if self._section.max_in_flight is not None and self.num_in_flight >= self._section.max_in_flight:
             return True
         return len(self._entries) >= self._load.bound
 
@@ -574,7 +557,9 @@ class ReplayBuffer:
         again = (
             is_resubmitted(reason, self._accounting) and submission.attempt + 1 < self._section.max_attempts
         )
-        self.events.add(Dropped(prompt=submission.submission_id, group=group_id, reason=reason, again=again))
+        self._events.append(
+            Dropped(prompt=submission.submission_id, group=group_id, reason=reason, again=again)
+        )
         if again:
             self._submissions.reissue(submission, entry.lengths)
             self.num_reissued += 1

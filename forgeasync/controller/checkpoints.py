@@ -69,53 +69,12 @@ MAX_FAILURES = 3
 """Failures with enough free space after which the last checkpoint or the export ends the run."""
 
 
-class CheckpointTurns:
-    """Decides after which steps a checkpoint is due: a state machine without a clock or files.
-
-    A checkpoint is due every ``every_steps`` steps and after the last step. One that failed is owed until a
-    later one is written.
-    """
-
-    def __init__(self, every_steps: int | None, *, last_step: int) -> None:
-        """With ``every_steps`` None, no checkpoint is ever due."""
-        self._every_steps = every_steps
-        self._last_step = last_step
-        self._retry_at_s: float | None = None
-
-    def is_turn(self, step: int) -> bool:
-        """Return whether a checkpoint is due after ``step``, regardless of earlier failures."""
-        if self._every_steps is None:
-            return False
-        return step % self._every_steps == 0 or step == self._last_step
-
-    @property
-    def is_owed(self) -> bool:
-        """Whether the last checkpoint that was begun failed."""
-        return self._retry_at_s is not None
-
-    def is_retry_due(self, now_s: float) -> bool:
-        """Return whether a checkpoint is owed and can be tried again at ``now_s``."""
-        return self._retry_at_s is not None and now_s >= self._retry_at_s
-
-    def written(self) -> None:
-        """Record that the last checkpoint that was begun is complete."""
-        self._retry_at_s = None
-
-    def refused(self, now_s: float) -> None:
-        """Record that the disk refused the last checkpoint that was begun."""
-        self._retry_at_s = now_s + RETRY_S
-
-    def lost(self, now_s: float) -> None:
-        """Record that the last checkpoint was lost with its trainer; another can begin immediately."""
-        self._retry_at_s = now_s
-
-
 class RunCheckpoints:
     """Writes the checkpoints of a run to a folder while training continues.
 
-    If a checkpoint cannot be written, it is removed and reported, and another one begins after a later step.
-    The outage stays open until that one is complete. It is a fault separate from those of files that
-    training waits for.
+    A checkpoint is due every ``checkpoint.every_steps`` steps and after the last step. If one cannot be
+    written, it is removed and reported, and another one begins after a later step. The outage stays open
+    until that one is complete. It is a fault separate from those of files that training waits for.
     """
 
     def __init__(
@@ -138,10 +97,10 @@ class RunCheckpoints:
         self._storage = storage
         self._problems = digest_of(prepared.train)
         self._outages = StorageFaults(faults)
-        config = prepared.config
-        self._turns = CheckpointTurns(config.checkpoint.every_steps, last_step=config.max_steps)
-        self._num_bytes = checkpoint_bytes(config, prepared.facts)
+        self._num_bytes = checkpoint_bytes(prepared.config, prepared.facts)
         self._is_in_flight = False
+        self._retry_at_s: float | None = None
+        """Time from which another attempt can begin; None if the last one that was begun is written."""
 
     async def after_step(self, step: int, times: StepTimes) -> None:
         """Begin a checkpoint after ``step`` if one is due; add the time until it has begun to ``times``."""
@@ -155,10 +114,14 @@ class RunCheckpoints:
         """Return whether to begin a checkpoint after ``step``: one is due, or a failed one can be retried."""
         if self._is_in_flight and not await self._trainer.is_writing_checkpoint():
             await self._settle()
-        if self._turns.is_turn(step):
+        config = self._prepared.config
+        every_steps = config.checkpoint.every_steps
+        if every_steps is not None and (step % every_steps == 0 or step == config.max_steps):
             return True
-        is_retry = not self._is_in_flight and self._turns.is_retry_due(asyncio.get_running_loop().time())
-        return is_retry and _has_room(self.folder, self._num_bytes)
+        if self._is_in_flight or self._retry_at_s is None:
+            return False
+        is_time = asyncio.get_running_loop().time() >= self._retry_at_s
+        return is_time and _has_room(self.folder, self._num_bytes)
 
     async def _settle(self) -> None:
         """Wait for the checkpoint in flight, if any, and record whether it was written."""
@@ -173,12 +136,12 @@ class RunCheckpoints:
             now_s = asyncio.get_running_loop().time()
             if isinstance(cause, CheckpointLost):
                 # The disk is not at fault; the restarted trainer can write one immediately.
-                self._turns.lost(now_s)
+                self._retry_at_s = now_s
                 return
-            self._turns.refused(now_s)
+            self._retry_at_s = now_s + RETRY_S
             self._outages.refused(Refusal(path=str(self.folder), reason=str(cause)))
         else:
-            self._turns.written()
+            self._retry_at_s = None
             self._outages.accepted(str(self.folder))
 
     async def begin(self, step: int) -> None:
@@ -218,13 +181,13 @@ class RunCheckpoints:
         """
         await self._settle()
         num_failures = 0
-        while self._turns.is_owed:
+        while self._retry_at_s is not None:
+            if num_failures == MAX_FAILURES:
+                raise OSError(f"the checkpoint of step {step} cannot be written to {self.folder}")
             await _until_room(self.folder, self._num_bytes)
             await self.begin(step)
             await self._settle()
             num_failures += 1
-            if self._turns.is_owed and num_failures == MAX_FAILURES:
-                raise OSError(f"the checkpoint of step {step} cannot be written to {self.folder}")
 
     async def write_now(self) -> int:
         """Write a checkpoint of a run that is stopping, at any point of a step; return its step."""

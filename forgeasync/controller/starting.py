@@ -46,7 +46,6 @@ from forgeasync.planning import pair_cost, trainer_gpu_share
 from forgeasync.rollouts import Group, PromptEncoder, Score, StoredRollout, Task, steps_of
 from forgeasync.runtime import (
     TEACHER_HOST,
-    CancelledGroup,
     EndpointResponses,
     EnvironmentPool,
     GeneratorRouter,
@@ -437,9 +436,8 @@ class Fleet:
     async def _sample(self, task: Task) -> Group | None:
         group_id = next(self._group_ids)
         answer = await self._groups.sample(group_id, task, seed=sampling_seed(self.config.seed, group_id))
-        if isinstance(answer, RefusedGroup | CancelledGroup):
-            problem = answer.problem if isinstance(answer, RefusedGroup) else f"group {group_id}: cancelled"
-            self.problems.append(problem or f"group {group_id} was not scored")
+        if isinstance(answer, RefusedGroup):
+            self.problems.append(answer.problem or f"group {group_id} was not scored")
             return None
         scores = await self._scores(group_id, task, answer)
         if isinstance(scores, Unscored):

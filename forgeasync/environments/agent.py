@@ -40,7 +40,7 @@ from forgeasync.environments.rendering import (
 )
 from forgeasync.environments.sessions.session import Session
 from forgeasync.files import is_refusal
-from forgeasync.rollouts import AgentOutcome, EpisodeId, SampledTurn, Score, ToolStatus, VersionRange, spanned
+from forgeasync.rollouts import EpisodeId, SampledTurn, ToolStatus, VersionRange, spanned
 
 MAX_FILES = 32
 """Maximum number of files that one attempt at an episode keeps."""
@@ -145,16 +145,8 @@ class Participant(NamedAgent):
         self._tool_s = tool_s
         self._num_begun = 0
         self._is_closed = False
-        self.num_rewritten = 0
-        """Number of turns whose history was rewritten, or could not be continued as tokens."""
-        self.num_faulty_calls = 0
-        """Number of tool calls that could not be parsed."""
-        self.num_from_text = 0
-        """Number of assistant messages in rewritten histories that were tokenized from text."""
-        self.num_reserved = 0
-        """Number of reserved texts in messages of users and tools (``without_reserved``)."""
-        self.tool_calls: Counter[ToolStatus] = Counter()
-        """Number of tool calls by status."""
+        self.counts: Counter[str] = Counter()
+        """Counts of turns and tool calls, by their names in metrics.jsonl."""
         self.tool_calls_s: list[float] = []
         """Durations of tool calls in seconds, except calls that ran no tool."""
         self.has_given_url = False
@@ -175,7 +167,7 @@ class Participant(NamedAgent):
 
     def count_tool_call(self, status: ToolStatus, *, took_s: float | None = None) -> None:
         """See ``Agent``."""
-        self.tool_calls[status] += 1
+        self.counts[f"episode/num_tool_calls_{status}"] += 1
         if took_s is not None:
             self.tool_calls_s.append(took_s)
 
@@ -230,22 +222,6 @@ class Participant(NamedAgent):
         if self._num_begun >= self._max_turns:
             self.has_hit_max_turns = True
             raise TooManyTurns(f"the model has taken {self._num_begun} turns, which is episodes.max_turns")
-
-
-def outcome_of(agent: Participant, score: Score | None) -> AgentOutcome:
-    """Return the outcome of an agent after its episode."""
-    return AgentOutcome(
-        score=score,
-        num_turns=agent.num_turns,
-        num_rewritten=agent.num_rewritten,
-        num_faulty_calls=agent.num_faulty_calls,
-        tool_calls=dict(agent.tool_calls),
-        tool_calls_s=tuple(agent.tool_calls_s),
-        num_from_text=agent.num_from_text,
-        num_reserved=agent.num_reserved,
-        session_counts=agent.session_counts,
-        versions=agent.versions,
-    )
 
 
 logger = logging.getLogger(__name__)
@@ -377,7 +353,7 @@ class EpisodeAgent(Participant):
     @property
     def session_counts(self) -> Mapping[str, int]:
         """See ``Participant``."""
-        return {} if self._session is None else self._session.counted
+        return {} if self._session is None else dataclasses.asdict(self._session.counts)
 
     def _opened(self) -> Session:
         self._check_open()
@@ -422,9 +398,9 @@ class EpisodeAgent(Participant):
         """
         checked, specs = self._checked(messages, tools, max_tokens)
         prompt = self._prompt(checked, specs, must_call)
-        self.num_reserved += prompt.num_reserved
-        self.num_rewritten += prompt.num_rewritten
-        self.num_from_text += prompt.num_from_text
+        self.counts["episode/num_reserved_texts"] += prompt.num_reserved
+        self.counts["episode/num_rewritten_histories"] += prompt.num_rewritten
+        self.counts["episode/num_turns_from_text"] += prompt.num_from_text
         num_before = prompt.num_tokens
         if not num_before:
             raise ValueError(f"messages[{len(checked) - 1}] has no tokens; a prompt must have at least one")
@@ -467,7 +443,7 @@ class EpisodeAgent(Participant):
             turns={**prompt.before.turns, len(checked): said},
             token_ids=[*path_ids, *said.ids_T.tolist()],
         )
-        self.num_faulty_calls += len(answer.broken_tool_calls)
+        self.counts["episode/num_faulty_tool_calls"] += len(answer.broken_tool_calls)
         kept = SampledPath(turn=turn, conversation=conversation)
         self._tree.add(conversation.messages, specs, kept, after=prompt.after)
         return answer

@@ -244,7 +244,7 @@ class EndpointAgent(Participant):
                 calls.append(read)
             else:
                 broken.append(read)
-        self.num_faulty_calls += len(broken)
+        self.counts["episode/num_faulty_tool_calls"] += len(broken)
         stop_text = (choice.model_extra or {}).get("stop_reason")
         more = choice.message.model_extra or {}
         reasoning = more.get("reasoning_content") or more.get("reasoning")
@@ -262,7 +262,7 @@ class EndpointAgent(Participant):
 
     def _add(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], turn: Turn) -> None:
         found = self._tree.find(messages, tools)
-        self.num_rewritten += found.is_rewritten
+        self.counts["episode/num_rewritten_histories"] += found.is_rewritten
         answered = (*messages, checked_message("turn", turn.message))
         facts = turn_facts(versions=None, num_tokens=turn.num_tokens, finish_reason=turn.finish_reason)
         self._tree.add(answered, tools, facts, after=found.after)

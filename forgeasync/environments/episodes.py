@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,6 @@ from forgeasync.environments.agent import (
     TurnLimits,
     TurnRequest,
     artifact_folder_name,
-    outcome_of,
 )
 from forgeasync.environments.conversation import RecordedBranch, turn_facts
 from forgeasync.environments.endpoint_agent import EndpointAgent, EndpointModel
@@ -51,7 +51,15 @@ from forgeasync.environments.sessions.session import Session
 from forgeasync.environments.tools import num_stuck_calls
 from forgeasync.observability import describe_error
 from forgeasync.processes import kill
-from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Score, Task, VersionRange
+from forgeasync.rollouts import (
+    AgentOutcome,
+    EpisodeId,
+    EpisodeOutcome,
+    SampledTurn,
+    Score,
+    Task,
+    VersionRange,
+)
 
 
 @dataclass(slots=True)
@@ -441,18 +449,30 @@ class Episodes:
             agents, self._roles, result, overdue, where, has_one_agent=self._has_one_agent
         )
         record = episode_record(task, agents, ending, scores, problem, artifacts) if keeps_record else None
+        counts = Counter(
+            {
+                "episode/num_cut_record_bytes": 0 if record is None else record["num_cut_bytes"],
+                "episode/num_artifacts": artifacts.num_files,
+                "episode/num_refused_artifacts": artifacts.num_refused,
+            }
+        )
+        for agent in agents:
+            counts.update(agent.counts)
+            counts.update({f"session/{name}": num for name, num in agent.session_counts.items()})
         return EpisodeOutcome(
             ending=ending,
-            agents=tuple(outcome_of(agent, scores.get(agent.name)) for agent in agents),
+            agents=tuple(
+                AgentOutcome(score=scores.get(one.name), num_turns=one.num_turns, versions=one.versions)
+                for one in agents
+            ),
             episode_s=self._now_s() - start_s - activity.waited_before_turns_s,
             sampling_s=activity.sampling_s,
             problem=problem,
             record=record,
-            num_cut_bytes=0 if record is None else record["num_cut_bytes"],
             attempt=episode.attempt,
             episode=episode.index,
-            num_artifacts=artifacts.num_files,
-            num_refused_artifacts=artifacts.num_refused,
+            counts=counts,
+            tool_calls_s=tuple(call_s for agent in agents for call_s in agent.tool_calls_s),
         )
 
     def _agents(

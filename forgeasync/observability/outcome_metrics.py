@@ -166,21 +166,10 @@ class EndedEpisodes:
     def add(self, outcomes: Sequence[EpisodeOutcome]) -> None:
         """Add attempts at episodes that have ended."""
         self._outcomes += outcomes
-        counts = self._counts
         for outcome in outcomes:
-            counts[f"episode/ended_{outcome.ending}"] += 1
-            counts["episode/num_artifacts"] += outcome.num_artifacts
-            counts["episode/num_refused_artifacts"] += outcome.num_refused_artifacts
-            counts["episode/num_cut_record_bytes"] += outcome.num_cut_bytes
-            for agent in outcome.agents:
-                counts["episode/num_rewritten_histories"] += agent.num_rewritten
-                counts["episode/num_faulty_tool_calls"] += agent.num_faulty_calls
-                counts["episode/num_turns_from_text"] += agent.num_from_text
-                counts["episode/num_reserved_texts"] += agent.num_reserved
-                for status, num in agent.tool_calls.items():
-                    counts[f"episode/num_tool_calls_{status}"] += num
-                for name in SESSION_COUNTS:
-                    counts[f"session/{name}"] += agent.session_counts.get(name, 0)
+            self._counts[f"episode/ended_{outcome.ending}"] += 1
+            for name in self._counts:
+                self._counts[name] += outcome.counts[name]
 
     def metrics(self) -> dict[str, float]:
         """Return metrics by their names in metrics.jsonl. Means are over the last step's episodes."""
@@ -193,7 +182,7 @@ class EndedEpisodes:
             metrics["episode/mean_s"] = summed_s / len(whole)
             metrics["episode/max_s"] = max(one.episode_s for one in whole)
             metrics["episode/sampling_share"] = sum(one.sampling_s for one in whole) / summed_s
-        if calls_s := [call_s for one in whole for agent in one.agents for call_s in agent.tool_calls_s]:
+        if calls_s := [call_s for one in whole for call_s in one.tool_calls_s]:
             metrics["episode/tool_call_p50_s"] = float(np.percentile(calls_s, 50))
             metrics["episode/tool_call_p95_s"] = float(np.percentile(calls_s, 95))
             metrics["episode/tool_call_max_s"] = max(calls_s)

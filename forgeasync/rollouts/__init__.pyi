@@ -61,7 +61,6 @@ from .score import Score as Score
 from .score import ScoreStatus as ScoreStatus
 from .score import Step as Step
 from .score import Task as Task
-from .score import VerifierCounts as VerifierCounts
 from .score import as_feedback as as_feedback
 from .score import steps_of as steps_of
 from .spilled_groups import SUFFIX as SUFFIX

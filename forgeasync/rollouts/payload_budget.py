@@ -50,23 +50,21 @@ class PayloadBudget:
         self._held: dict[int, int] = {}
         # Bytes of each written group beyond its reservation.
         self._excess: dict[int, int] = {}
-        self._num_bytes_reserved = 0
-        self._num_bytes_held = 0
 
     @property
     def num_bytes_reserved(self) -> int:
         """Bytes reserved for the groups that are being generated."""
-        return self._num_bytes_reserved
+        return sum(self._reserved.values())
 
     @property
     def num_bytes_held(self) -> int:
         """Bytes of the written groups."""
-        return self._num_bytes_held
+        return sum(self._held.values())
 
-    def num_free(self, worst_case_bytes: int) -> int:
-        """Return the number of further groups that could reserve ``worst_case_bytes`` each."""
-        free_bytes = self._capacity_bytes - self._num_bytes_held - self._num_bytes_reserved
-        return max(0, free_bytes // worst_case_bytes)
+    @property
+    def num_bytes_free(self) -> int:
+        """Bytes that are neither reserved nor held."""
+        return self._capacity_bytes - self.num_bytes_held - self.num_bytes_reserved
 
     def reserve(self, group_id: int, worst_case_bytes: int) -> bool:
         """Reserve ``worst_case_bytes`` for a group if they fit; return whether they did."""
@@ -74,10 +72,9 @@ class PayloadBudget:
         assert worst_case_bytes <= self._capacity_bytes, (
             f"group {group_id} asks for {worst_case_bytes} bytes of {self._capacity_bytes}: cannot start"
         )
-        if self._num_bytes_held + self._num_bytes_reserved + worst_case_bytes > self._capacity_bytes:
+        if worst_case_bytes > self.num_bytes_free:
             return False
         self._reserved[group_id] = worst_case_bytes
-        self._num_bytes_reserved += worst_case_bytes
         return True
 
     def settle(self, group_id: int, actual_bytes: int) -> bool:
@@ -86,27 +83,21 @@ class PayloadBudget:
         A group is refused if it exceeds its reservation by more than what remains of the excess or the
         capacity. It keeps its reservation: free its file, then call ``release``.
         """
-        reserved = self._reserved[group_id]
-        excess = max(0, actual_bytes - reserved)
-        num_bytes = self._num_bytes_held + self._num_bytes_reserved - reserved + actual_bytes
-        if excess and (
-            num_bytes > self._capacity_bytes or sum(self._excess.values()) + excess > self._excess_bytes
-        ):
+        excess = max(0, actual_bytes - self._reserved[group_id])
+        excess_left = self._excess_bytes - sum(self._excess.values())
+        if excess > min(self.num_bytes_free, excess_left):
             return False
         del self._reserved[group_id]
-        self._num_bytes_reserved -= reserved
         self._held[group_id] = actual_bytes
         self._excess[group_id] = excess
-        self._num_bytes_held += actual_bytes
         return True
 
     def release(self, group_id: int) -> None:
         """Remove a group, because its step has committed or it was dropped, written or not."""
         if group_id in self._held:
-            self._num_bytes_held -= self._held.pop(group_id)
-            del self._excess[group_id]
+            del self._held[group_id], self._excess[group_id]
         else:
-            self._num_bytes_reserved -= self._reserved.pop(group_id)
+            del self._reserved[group_id]
 
 
 class AsyncPayloadBudget(Monitor[PayloadBudget]):
@@ -129,7 +120,7 @@ class AsyncPayloadBudget(Monitor[PayloadBudget]):
     @property
     def num_free(self) -> int:
         """Number of further groups that could reserve without waiting."""
-        return self.state.num_free(self._largest_group_bytes)
+        return max(0, self.state.num_bytes_free // self._largest_group_bytes)
 
     async def reserve(self, group_id: int) -> None:
         """Wait until the group's worst-case size fits, and reserve it."""

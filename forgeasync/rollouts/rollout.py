@@ -7,6 +7,7 @@ Shape suffixes: T tokens of one response, P tokens of its prompt.
 """
 
 import mmap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -326,20 +327,6 @@ class AgentOutcome:
     score: Score | None
     """Score from the environment; None if it gave none."""
     num_turns: int
-    num_rewritten: int
-    """Number of times that the history was rewritten, which began another branch."""
-    num_faulty_calls: int
-    """Number of tool calls that could not be parsed."""
-    tool_calls: Mapping[ToolStatus, int] = field(default_factory=dict)
-    """Number of tool calls by outcome."""
-    tool_calls_s: tuple[float, ...] = ()
-    """Duration in seconds of each call that reached a tool."""
-    num_from_text: int = 0
-    """Number of earlier model messages that were returned changed, and thus had to be tokenized from text."""
-    num_reserved: int = 0
-    """Number of texts of conversation control tokens found in messages from outside."""
-    session_counts: Mapping[str, int] = field(default_factory=dict)
-    """Counts of events in the agent's session, by name; empty if it had no session."""
     versions: VersionRange | None = None
     """Policy versions that sampled the agent's turns; None if it took none, or if they are unknown."""
 
@@ -358,15 +345,13 @@ class EpisodeOutcome:
     """Description of the failure, with environment, task and rollout; None if there was none."""
     record: Mapping[str, Any] | None = None
     """Messages and turns for people to read, as JSON values; None if no record was requested."""
-    num_cut_bytes: int = 0
-    """Number of bytes of messages for which the record has no room."""
     attempt: int = 0
     episode: int = 0
     """Index of the episode in its group."""
-    num_artifacts: int = 0
-    """Number of files that the episode saved."""
-    num_refused_artifacts: int = 0
-    """Number of files that were not saved, because they were too many or too large."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Counts of events in the episode and in its agents' sessions, by their names in metrics.jsonl."""
+    tool_calls_s: tuple[float, ...] = ()
+    """Duration in seconds of each call that reached a tool."""
 
     @property
     def versions(self) -> VersionRange | None:
@@ -392,7 +377,7 @@ def record_of(outcomes: Sequence[EpisodeOutcome]) -> dict[str, Any] | None:
 
 def failed_outcome(problem: str, *, num_agents: int, attempt: int, episode: int) -> EpisodeOutcome:
     """Return the outcome of an episode whose worker died."""
-    agent = AgentOutcome(score=None, num_turns=0, num_rewritten=0, num_faulty_calls=0)
+    agent = AgentOutcome(score=None, num_turns=0)
     return EpisodeOutcome(
         ending=Ending.INFRASTRUCTURE,
         agents=(agent,) * num_agents,

@@ -1,11 +1,11 @@
-"""Tasks, scores of responses, and counts of responses that could not be verified.
+"""Tasks, and scores of responses.
 
 Processes that verify answers import this module alone, so it must not import numpy.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from numbers import Real
 from typing import Any
@@ -213,48 +213,6 @@ NO_SCORE = Score(0.0, False)
 
 NO_ANSWER = Score(0.0, False, has_answer=False)
 """Score of a response that states no answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifierCounts:
-    """Failures of verification and requests to judges, since the scorer started.
-
-    Responses counted in the first four fields scored 0.
-    """
-
-    num_timeouts: int = 0
-    """Number of verifications that were stopped after ``scorer.answer_limit_s``."""
-    num_crashes: int = 0
-    """Number of verifications whose process died, for instance at ``scorer.answer_memory_mib``."""
-    num_errors: int = 0
-    """Number of verifications that raised an exception, or gave no finite number from -1 to 1."""
-    num_oversized: int = 0
-    """Number of responses that were too long to be scored."""
-    num_killed_rewards: int = 0
-    """Number of processes of user-defined rewards or process reward models killed because a call hung."""
-    num_judge_requests: int = 0
-    num_judge_cached: int = 0
-    """Number of responses whose verdict was cached."""
-    num_judge_malformed: int = 0
-    """Number of judges' replies that were not verdicts."""
-    num_judge_down: int = 0
-    """Number of requests to judges without a reply, or with status 429 or 5xx."""
-
-    def __add__(self, other: "VerifierCounts") -> "VerifierCounts":
-        """Return the sums of the counts of two scorers."""
-        return VerifierCounts(
-            **{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
-        )
-
-    def merged(self, other: "VerifierCounts") -> "VerifierCounts":
-        """Return the later of two states of the same counts, which never fall."""
-        return VerifierCounts(
-            **{one.name: max(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)}
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics by their names in metrics.jsonl."""
-        return {f"scoring/{one.name}": getattr(self, one.name) for one in fields(self)}
 
 
 def steps_of(scores: Sequence[Score]) -> tuple[tuple[Step, ...], ...] | None:

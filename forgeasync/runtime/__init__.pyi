@@ -5,7 +5,6 @@ from .buffer import start_buffer as start_buffer
 from .environment import agent_roles as agent_roles
 from .environment_pool import EnvironmentPool as EnvironmentPool
 from .environment_pool import start_environment as start_environment
-from .generator import CancelledGroup as CancelledGroup
 from .generator import RefusedGroup as RefusedGroup
 from .generator_pool import GeneratorPool as GeneratorPool
 from .generator_pool import LiveReplica as LiveReplica
@@ -58,6 +57,7 @@ from .trainer_recovery import Minibatches as Minibatches
 from .trainer_recovery import TrainerRecovery as TrainerRecovery
 
 # Only tests import these.
+from .generator import CANCELLED as CANCELLED
 from .bootstrap_main import visible_devices as visible_devices
 from .buffer import BufferProcess as BufferProcess
 from .environment import EpisodeRequest as EpisodeRequest
@@ -70,9 +70,8 @@ from .environment_pool import MAX_STUCK as MAX_STUCK
 from .generator import EndedEpisode as EndedEpisode
 from .generator import GeneratorActor as GeneratorActor
 from .generator import GeneratorSetup as GeneratorSetup
-from .generator import SampledResponse as SampledResponse
 from .generator import SampledRollout as SampledRollout
-from .generator import sampled_response as sampled_response
+from .generator import sampled_turn as sampled_turn
 from .generator import store_group as store_group
 from .host_checks import Gpu as Gpu
 from .host_checks import GpuFacts as GpuFacts

@@ -7,7 +7,7 @@ process. Only metadata of groups is sent here; their arrays stay where they were
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -19,8 +19,6 @@ from forgeasync.config import RunConfig
 from forgeasync.files import Refusal
 from forgeasync.observability import (
     Fault,
-    FaultLog,
-    ProcessListFile,
     Role,
     State,
     doing,
@@ -152,24 +150,9 @@ class BufferProcess(SupervisedPool[Supervised[BufferActor]]):
     and the finished groups that are kept on disk.
     """
 
-    def __init__(
-        self,
-        spawn: Callable[[int, int], Awaitable[Spawned[BufferActor]]],
-        *,
-        heartbeat_s: float,
-        faults: FaultLog,
-        listing: ProcessListFile,
-    ) -> None:
-        """A healthy buffer answers within ``heartbeat_s``."""
-        super().__init__(
-            Role.BUFFER,
-            Supervised[BufferActor],
-            spawn,
-            heartbeat_s=heartbeat_s,
-            heartbeat_key="buffer.heartbeat_s",
-            faults=faults,
-            listing=listing,
-        )
+    role = Role.BUFFER
+    heartbeat_key = "buffer.heartbeat_s"
+    replica_type = Supervised[BufferActor]
 
     def name_of(self, rank: int, number: int) -> str:
         """Return the name of the process, for messages."""
@@ -208,9 +191,7 @@ async def start_buffer(
         # The process manager stops the mesh.
         return Spawned(actor=actor, pid=pid, stop=lambda: asyncio.sleep(0))
 
-    watch = BufferProcess(
-        spawn, heartbeat_s=config.buffer.heartbeat_s, faults=processes.faults, listing=processes.listing
-    )
+    watch = BufferProcess(spawn, processes, heartbeat_s=config.buffer.heartbeat_s)
     await watch.start(1)
     processes.buffer = watch
     (buffer,) = watch.replicas

@@ -41,7 +41,7 @@ from forgeasync.models import load_tokenizer
 from forgeasync.observability import State, doing, open_trace, redirect_process_output, span, started
 from forgeasync.processes import mark_this_process
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Task
-from forgeasync.runtime.generator import CancelledGroup, GeneratorActor
+from forgeasync.runtime.generator import GeneratorActor
 from forgeasync.runtime.supervised import DEATH_SEEN_S, ProcessLost, unless_lost
 from forgeasync.waiting import DeadlineExceeded, Monitor, deadline
 
@@ -132,13 +132,14 @@ class EpisodeTurns:
         while True:
             number = self._number
             if not self._losses.state.is_lost(number):
-                sampled = await self._ask(self._generator, number, episode, turn, is_repeated=is_repeated)
-                if isinstance(sampled, SampledTurn):
-                    self._seen[episode].add(sampled.turn)
+                try:
+                    sampled = await self._ask(self._generator, number, episode, turn, is_repeated=is_repeated)
+                except ProcessLost:
+                    is_repeated = True
+                else:
+                    if sampled is not None:
+                        self._seen[episode].add(sampled.turn)
                     return sampled
-                if sampled is not None:
-                    return None
-                is_repeated = True
             await self._move_from(number, turn)
 
     async def _ask(
@@ -149,13 +150,18 @@ class EpisodeTurns:
         turn: TurnRequest,
         *,
         is_repeated: bool,
-    ) -> SampledTurn | CancelledGroup | None:
-        """Request a turn from a generator; None if it is lost."""
+    ) -> SampledTurn | None:
+        """Request a turn from a generator; None if the group was given up.
+
+        Raises:
+            ProcessLost: the generator is lost.
+            EpisodeInterrupted: the turn exceeded ``timeouts.generate_s``.
+        """
         request, sampling = self._request, self._request.sampling
         if turn.stop:
             sampling = sampling.model_copy(update={"stop": (*sampling.stop, *turn.stop)})
 
-        async def ask() -> SampledTurn | CancelledGroup:
+        async def ask() -> SampledTurn | None:
             call = f"a generator sampling a turn of group {episode.group_id}"
             try:
                 async with deadline(self._limit_s, call=call, key="timeouts.generate_s"):
@@ -177,8 +183,6 @@ class EpisodeTurns:
             return await unless_lost(
                 ask(), self._losses.until(lambda losses: losses.is_lost(number)), ProcessLost
             )
-        except ProcessLost:
-            return None
         except DeadlineExceeded as late:
             raise EpisodeInterrupted(str(late)) from late
 
@@ -347,8 +351,8 @@ class EnvironmentActor(Actor):
             await asyncio.sleep(LINGER_S)
 
     @concurrent_endpoint
-    async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
-        """Run an episode; its arrays stay with the generator."""
+    async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | None:
+        """Run an episode; its arrays stay with the generator. None: the group was cancelled."""
         episode = request.episode
         facts = {"group": episode.group_id, "index": episode.index, "attempt": episode.attempt}
         try:
@@ -362,7 +366,7 @@ class EnvironmentActor(Actor):
                     artifacts_folder=self._artifacts,
                 )
         except EpisodeCancelled:
-            return CancelledGroup()
+            return None
 
     @concurrent_endpoint
     async def beat(self) -> WorkerReport:
@@ -396,14 +400,7 @@ class EnvironmentActor(Actor):
             self._num_untrained += 1
             async with deadline(limit_s, call="a generator sampling for people", key="timeouts.generate_s"):
                 (sampled,) = await generator.respond.call_one(prompt_ids, 1, sampling, None)
-            return SampledTurn(
-                turn=0,
-                ids_T=sampled.ids_T,
-                text=sampled.response.text,
-                finish_reason=sampled.response.finish_reason,
-                first_version=sampled.versions.first,
-                version=sampled.versions.last,
-            )
+            return sampled
 
         return EpisodeAgent(UntrainedTurns(sample), self._renderer, limits)
 

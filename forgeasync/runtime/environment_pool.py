@@ -13,7 +13,7 @@ from pathlib import Path
 
 from forgeasync.config import EpisodesSection, RunConfig, is_served
 from forgeasync.environments import EndpointModel, ServingAddress, serving_metrics
-from forgeasync.observability import Fault, FaultLog, ProcessListFile, Role
+from forgeasync.observability import Fault, Role
 from forgeasync.rollouts import EpisodeOutcome, failed_outcome
 from forgeasync.runtime.environment import (
     EnvironmentActor,
@@ -23,12 +23,13 @@ from forgeasync.runtime.environment import (
     WorkerReport,
     agent_roles,
 )
-from forgeasync.runtime.generator import CancelledGroup, GeneratorActor
+from forgeasync.runtime.generator import GeneratorActor
 from forgeasync.runtime.process_manager import ENVIRONMENT_WORKER, ProcessManager
 from forgeasync.runtime.supervised import (
     ProcessLost,
     RestartBudget,
     RestartsFail,
+    RunReports,
     Spawned,
     Supervised,
     SupervisedPool,
@@ -55,37 +56,33 @@ class Worker(Supervised[EnvironmentActor]):
     """Number of episodes that it runs."""
     is_retiring = False
     """Whether it gets no further episodes, and is replaced once it runs none."""
+    report: WorkerReport | None = None
+    """Its answer to the last heartbeat."""
 
 
 class EnvironmentPool(SupervisedPool[Worker]):
     """All workers of a run's environment."""
 
+    role = Role.ENVIRONMENT
+    heartbeat_key = "episodes.heartbeat_s"
+    replica_type = Worker
     after_loss = ": its episodes run again elsewhere, and another worker starts"
 
     def __init__(
         self,
         spawn: Callable[[int, int], Awaitable[Spawned[EnvironmentActor]]],
+        reports: RunReports,
         section: EpisodesSection,
         *,
         num_agents: int,
         tell: Callable[[str], None],
-        faults: FaultLog,
-        listing: ProcessListFile,
         serves: bool = False,
     ) -> None:
         """``tell`` is called with a message about each worker that cannot be started.
 
         ``serves``: the workers serve people, who are notified when the run ends.
         """
-        super().__init__(
-            Role.ENVIRONMENT,
-            Worker,
-            spawn,
-            heartbeat_s=section.heartbeat_s,
-            heartbeat_key="episodes.heartbeat_s",
-            faults=faults,
-            listing=listing,
-        )
+        super().__init__(spawn, reports, heartbeat_s=section.heartbeat_s)
         self._section = section
         self._num_agents = num_agents
         self._tell = tell
@@ -132,10 +129,11 @@ class EnvironmentPool(SupervisedPool[Worker]):
 
         self._background.start(tell())
 
-    async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
+    async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | None:
         """Run an episode on the worker with the fewest episodes, as soon as one has a free slot.
 
-        If the worker is lost, the episode ends as ``infrastructure``.
+        If the worker is lost, the episode ends as ``infrastructure``. Returns None if the group was
+        cancelled.
         """
         worker = await self._workers.until(lambda workers: self._assign())
         try:
@@ -165,7 +163,7 @@ class EnvironmentPool(SupervisedPool[Worker]):
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the run began, and current values, by their names in metrics.jsonl."""
-        reports = [one for one in map(_last_report, self.replicas) if one is not None]
+        reports = [one.report for one in self.replicas if one.report is not None]
         metrics: dict[str, float] = {
             "environment/num_restarted_workers": self._num_lost,
             "environment/num_live_episodes": self.num_live,
@@ -228,27 +226,18 @@ class EnvironmentPool(SupervisedPool[Worker]):
             if worker.is_retiring and not worker.num_live:
                 self.lose(worker, "had threads that nothing ended")
 
-    def _look_at(self, replica: Worker) -> str | None:
-        what = super()._look_at(replica)
-        report = _last_report(replica)
-        if report is not None and report.num_stuck > MAX_STUCK:
-            replica.is_retiring = True
-        return what
+    def heard(self, replica: Worker, answer: WorkerReport) -> None:
+        """Store the report of a worker; one with too many stuck threads gets no further episodes."""
+        replica.report = answer
+        replica.is_retiring |= answer.num_stuck > MAX_STUCK
 
     def _on_lost(self, replica: Worker, fault: Fault) -> bool:
         self._num_lost += 1
-        report = _last_report(replica)
-        if report is not None:
-            self._num_killed_processes += report.num_killed_processes
-            if report.serving is not None:
-                self._lost_counts.update(report.serving.counts)
+        if replica.report is not None:
+            self._num_killed_processes += replica.report.num_killed_processes
+            if replica.report.serving is not None:
+                self._lost_counts.update(replica.report.serving.counts)
         return True
-
-
-def _last_report(worker: Worker) -> WorkerReport | None:
-    """Return the answer of a worker to its last heartbeat."""
-    report: WorkerReport | None = worker.heartbeat.last
-    return report
 
 
 async def start_environment(
@@ -297,12 +286,11 @@ async def start_environment(
 
     pool = processes.environment = EnvironmentPool(
         spawn,
+        processes,
         config.episodes,
         num_agents=len(agent_roles(config.agents)),
         serves=address is not None,
         tell=tell,
-        faults=processes.faults,
-        listing=processes.listing,
     )
     await pool.start(config.episodes.num_workers)
     return pool

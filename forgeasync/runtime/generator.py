@@ -47,7 +47,6 @@ from forgeasync.rollouts import (
     SampledTurn,
     StoredBranch,
     StoredRollout,
-    VersionRange,
     check_rollout,
     encode_group,
     ended_turns,
@@ -89,28 +88,17 @@ class GeneratorSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedGroup:
-    """A group that must not be trained on, or does not fit into the payload store."""
+    """A group that must not be trained on, does not fit into the payload store, or was cancelled."""
 
     problem: str | None
-    """The rollout and its problem; None: nothing failed, but it has no score."""
+    """The rollout and its problem; None: nothing failed, but it has no score or was cancelled."""
     reason: DropReason = DropReason.BAD_RECORD
     outcomes: tuple[EpisodeOutcome, ...] = ()
     """All attempts at the group's episodes, if it has episodes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledResponse:
-    """A response that is not trained on."""
-
-    response: Response
-    versions: VersionRange
-    ids_T: np.ndarray
-    """Token ids of the response, int32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelledGroup:
-    """A group that was cancelled because it would have been too old to train on at its end."""
+CANCELLED = RefusedGroup(problem=None, reason=DropReason.CANCELLED)
+"""A group that was cancelled because it would have been too old to train on at its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +110,15 @@ class EndedEpisode:
     """Whether the episode ended because its context was full."""
 
 
-def sampled_response(rollout: Rollout) -> SampledResponse:
-    """Convert a rollout that is not trained on."""
-    spans = rollout.version_spans
-    return SampledResponse(
-        response=response_of(rollout),
-        versions=VersionRange(first=spans[0].version, last=spans[-1].version),
+def sampled_turn(rollout: Rollout) -> SampledTurn:
+    """Return a response that is not trained on, as the only turn of an episode."""
+    return SampledTurn(
+        turn=0,
         ids_T=rollout.response_ids_T,
+        text=rollout.text,
+        finish_reason=rollout.finish_reason,
+        first_version=rollout.version_spans[0].version,
+        version=rollout.version_spans[-1].version,
     )
 
 
@@ -218,8 +208,11 @@ class GeneratorActor(Actor):
         return self._engine.stats()
 
     @concurrent_endpoint
-    async def setup(self, setup: GeneratorSetup, host_id: str, payload_folder: Path) -> int:
-        """Load the model as policy version 0; return the process id. ``payload_folder`` is on this host."""
+    async def setup(self, setup: GeneratorSetup, host_id: str, payload_folder: Path) -> Path | None:
+        """Load the model as policy version 0; ``payload_folder`` is on this host.
+
+        Returns the folder of this process's log, for ``Host.read_in_flight``; None: it has none.
+        """
         # vLLM takes 10 s to import, so only processes that sample import it.
         from forgeasync.generator import AdapterSetup, EngineEpisodes, GeneratorEngine, can_serve
 
@@ -234,7 +227,8 @@ class GeneratorActor(Actor):
         self._payloads = PayloadWriter(payload_folder, host_id, setup.payload_capacity_bytes)
         self._payload_server = PayloadServer(self._payloads)
         # Earlier processes have their own logs, which may still be read.
-        self._in_flight = payload_folder / f"in-flight-{self._rank}-{os.getpid()}"
+        in_flight = payload_folder / f"in-flight-{self._rank}-{os.getpid()}"
+        kept_in = in_flight if setup.section.keep_in_flight else None
         self._loaded = await GeneratorEngine.start(
             model_path=setup.model_path,
             generator=setup.section,
@@ -243,18 +237,13 @@ class GeneratorActor(Actor):
             records=setup.records,
             weights=setup.weights,
             adapters=adapters,
-            in_flight=self._in_flight if setup.section.keep_in_flight else None,
+            in_flight=kept_in,
             num_scored_ids=setup.num_scored_ids,
             gpu_bytes=setup.gpu_bytes,
         )
         self._episodes = EngineEpisodes(self._loaded)
         started()
-        return os.getpid()
-
-    @concurrent_endpoint
-    async def in_flight(self) -> Path | None:
-        """Return the folder of this process's log, for ``Host.read_in_flight``; None: it has none."""
-        return self._in_flight if self._setup.section.keep_in_flight else None
+        return kept_in
 
     @concurrent_endpoint
     async def sample_group(
@@ -266,7 +255,7 @@ class GeneratorActor(Actor):
         seed: int | None,
         continued: bytes | None = None,
         finished: Port[tuple[int, Response]] | None = None,
-    ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
+    ) -> tuple[StoredRollout, ...] | RefusedGroup:
         """Sample a group of responses to one prompt, check their records and store their arrays.
 
         ``continued`` is the data that ``Host.read_in_flight`` read of the group from a lost generator.
@@ -293,7 +282,7 @@ class GeneratorActor(Actor):
                 # Readers of the trace compute the time of a decode step from the token counts.
                 facts["response_tokens"] = " ".join(str(one.num_response_tokens) for one in rollouts)
         except GroupCancelled:
-            return CancelledGroup()
+            return CANCELLED
         self._forget_later(group_id)
         return self._check_and_store(
             group_id,
@@ -327,9 +316,9 @@ class GeneratorActor(Actor):
         max_tokens: int,
         seed: int | None,
         repeated: bool = False,
-    ) -> SampledTurn | CancelledGroup:
+    ) -> SampledTurn | None:
         """Sample a turn of an episode, after the turn ``after`` and the tokens ``given_ids``; its arrays stay
-        here.
+        here. None: the group was cancelled.
 
         ``repeated``: the turn was requested from a lost generator, and its episodes were restored here.
         """
@@ -344,16 +333,15 @@ class GeneratorActor(Actor):
                 repeated=repeated,
             )
         except GroupCancelled:
-            return CancelledGroup()
+            return None
 
     @concurrent_endpoint
-    async def restore_episodes(
-        self, group_id: int, data: bytes
-    ) -> Mapping[EpisodeId, frozenset[int]] | CancelledGroup:
+    async def restore_episodes(self, group_id: int, data: bytes) -> Mapping[EpisodeId, frozenset[int]] | None:
         """Take over the episodes of a group from a lost generator, with all their turns.
 
         ``data`` is the data that ``Host.read_in_flight`` read of the group. Returns the numbers of the
-        completed turns, by episode: only these may have reached the environment.
+        completed turns, by episode: only these may have reached the environment. Returns None if the group
+        was cancelled.
 
         Raises:
             ValueError: ``data`` is incomplete or of another group, or the group is already open here.
@@ -362,7 +350,7 @@ class GeneratorActor(Actor):
         try:
             self._episodes.restore(group_id, turns)
         except GroupCancelled:
-            return CancelledGroup()
+            return None
         return ended_turns(turns)
 
     @concurrent_endpoint
@@ -400,18 +388,18 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:
-        """Cancel those of the groups that this engine samples; their calls return ``CancelledGroup``."""
+        """Cancel those of the groups that this engine samples; their calls return ``CANCELLED``."""
         await self._engine.cancel(group_ids)
 
     @concurrent_endpoint
     async def respond(
         self, prompt_ids_P: np.ndarray, num_samples: int, sampling: SamplingSection, seed: int | None
-    ) -> tuple[SampledResponse, ...]:
+    ) -> tuple[SampledTurn, ...]:
         """Sample responses that are not trained on."""
         rollouts = await self._engine.generate(
             prompt_ids_P=prompt_ids_P, num_samples=num_samples, sampling=sampling, seed=seed
         )
-        return tuple(map(sampled_response, rollouts))
+        return tuple(map(sampled_turn, rollouts))
 
     @concurrent_endpoint
     async def free_payloads(self, files: Sequence[str]) -> None:

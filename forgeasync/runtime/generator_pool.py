@@ -12,12 +12,14 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from monarch.actor import ProcMesh
 
 from forgeasync.config import Colocated, GeneratorSection, RunConfig
 from forgeasync.generator import EngineStats
-from forgeasync.observability import Fault, FaultLog, ProcessListFile, Role
+from forgeasync.observability import Fault, Role
 from forgeasync.rollouts import InFlightRead
 from forgeasync.runtime.generator import GeneratorActor
 from forgeasync.runtime.job_hosts import Host
@@ -29,6 +31,7 @@ from forgeasync.runtime.supervised import (
     ProcessLost,
     RestartBudget,
     RestartsFail,
+    RunReports,
     Spawned,
     Supervised,
     SupervisedPool,
@@ -53,7 +56,7 @@ class LiveReplica(Supervised[GeneratorActor]):
     """A generator of the pool, which was not lost when it was assigned."""
 
     def __init__(
-        self, pool: "SupervisedPool[LiveReplica]", spawned: Spawned[GeneratorActor], rank: int, number: int
+        self, pool: SupervisedPool[Any], spawned: Spawned[GeneratorActor], rank: int, number: int
     ) -> None:
         super().__init__(pool, spawned, rank, number)
         self.groups: set[int] = set()
@@ -67,14 +70,15 @@ class LiveReplica(Supervised[GeneratorActor]):
 class GeneratorPool(SupervisedPool[LiveReplica]):
     """All generators of a run, or all engines of a teacher, by rank; a rank's host never changes."""
 
+    replica_type = LiveReplica
+
     def __init__(
         self,
         spawn: SpawnReplica,
+        reports: RunReports,
         section: GeneratorSection,
         hosts: Sequence[Host],
         *,
-        faults: FaultLog,
-        listing: ProcessListFile,
         role: Role = Role.GENERATOR,
         title: str = "generator",
         key: str = "generator",
@@ -83,16 +87,8 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
 
         ``title`` names the processes in messages, and ``key`` the config section that ``section`` is.
         """
-        super().__init__(
-            role,
-            LiveReplica,
-            spawn,
-            heartbeat_s=section.heartbeat_s,
-            heartbeat_key=f"{key}.heartbeat_s",
-            faults=faults,
-            listing=listing,
-            title=title,
-        )
+        self.role, self.heartbeat_key = role, f"{key}.heartbeat_s"
+        super().__init__(spawn, reports, heartbeat_s=section.heartbeat_s, title=title)
         self._section, self._key = section, key
         self._hosts = list(hosts)
         self.table = Monitor(ReplicaTable())
@@ -196,9 +192,9 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         """Return the last known counters of every generator; the last entry is the sum over ended ones."""
         return [*(one.stats for one in self.replicas), self._lost_stats]
 
-    def heard(self, replica: LiveReplica, stats: EngineStats) -> None:
+    def heard(self, replica: LiveReplica, answer: EngineStats) -> None:
         """Store the counters of a generator; those of a heartbeat have no memory."""
-        replica.stats = replace(stats, memory=stats.memory or replica.stats.memory)
+        replica.stats = replace(answer, memory=answer.memory or replica.stats.memory)
 
     def metrics(self) -> Mapping[str, float]:
         """Return counts and current values by their names in metrics.jsonl."""
@@ -306,9 +302,6 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             return "has an engine that has died"
         return what
 
-    def _heard(self, replica: LiveReplica, answer: EngineStats) -> None:
-        self.heard(replica, answer)
-
 
 async def spawn_engine(
     processes: ProcessManager,
@@ -320,9 +313,11 @@ async def spawn_engine(
     *,
     call: str,
     spawn: Callable[[ProcMesh], GeneratorActor],
-    set_up: Callable[[GeneratorActor], Awaitable[object]],
+    set_up: Callable[[GeneratorActor], Awaitable[Path | None]],
 ) -> Spawned[GeneratorActor]:
     """Start one process at a place of a role, and load its engine; ``call`` names this in messages.
+
+    ``set_up`` returns the folder of the log of its tokens in flight, if it has one.
 
     Raises:
         ProcessLost: the process ended during the start.
@@ -335,12 +330,11 @@ async def spawn_engine(
     try:
         async with call_limit(config.timeouts, "setup_s", call):
             pid = await actor.pid.call_one()
-            await unless_lost(
+            in_flight = await unless_lost(
                 set_up(actor),
                 Proc(role=role.value, rank=place, pid=pid, host=host).until_ended(),
                 lambda: ProcessLost(f"its process {pid} has ended while it was started"),
             )
-            in_flight = await actor.in_flight.call_one()
     except BaseException:
         if pid:
             await host.kill(pid)

@@ -20,6 +20,7 @@ from forgeasync.environments import (
     ContextFull,
     EndpointAgent,
     EndpointModel,
+    EpisodeCancelled,
     EpisodeInterrupted,
     Message,
     Response,
@@ -39,7 +40,7 @@ from forgeasync.rollouts import (
 )
 from forgeasync.runtime.environment import EpisodeRequest, GroupMove
 from forgeasync.runtime.environment_pool import EnvironmentPool
-from forgeasync.runtime.generator import CancelledGroup, EndedEpisode, RefusedGroup
+from forgeasync.runtime.generator import CANCELLED, EndedEpisode, RefusedGroup
 from forgeasync.runtime.generator_pool import LiveReplica
 from forgeasync.runtime.router import GeneratorRouter, GroupGivenUp
 from forgeasync.runtime.scorer_pool import GroupScoring, Unscored
@@ -77,9 +78,7 @@ class HeldOutRollout:
 class GroupSampler(Protocol):
     """Samples the rollouts of a task, for training and for evaluation."""
 
-    async def sample(
-        self, group_id: int, task: Task, *, seed: int | None
-    ) -> SampledGroup | RefusedGroup | CancelledGroup:
+    async def sample(self, group_id: int, task: Task, *, seed: int | None) -> SampledGroup | RefusedGroup:
         """Sample the group of a task; its arrays stay with the generator until freed."""
         ...
 
@@ -109,9 +108,7 @@ class ResponseGroups:
         self._group_size = group_size
         self._sampling = sampling
 
-    async def sample(
-        self, group_id: int, task: Task, *, seed: int | None
-    ) -> SampledGroup | RefusedGroup | CancelledGroup:
+    async def sample(self, group_id: int, task: Task, *, seed: int | None) -> SampledGroup | RefusedGroup:
         """Sample the group of a task, without scores; scoring of responses that end early begins."""
         is_sampled = False
         try:
@@ -123,7 +120,7 @@ class ResponseGroups:
                 seed=seed,
                 on_finished=functools.partial(self._scorer.finished, group_id, task),
             )
-            if isinstance(answer, RefusedGroup | CancelledGroup):
+            if isinstance(answer, RefusedGroup):
                 return answer
             is_sampled = True
             return SampledGroup(rollouts=answer)
@@ -136,12 +133,13 @@ class ResponseGroups:
     ) -> HeldOutRollout:
         """Sample and score one response that is not trained on."""
         try:
-            (sampled,) = await self._generators.respond(
+            (turn,) = await self._generators.respond(
                 self._prompts.encode(task.prompt), num_samples=1, sampling=sampling, seed=seed
             )
         except GroupGivenUp as given_up:
             return HeldOutRollout(result=Unscored(reason=f"held-out problem {task.task_id}: {given_up}"))
-        return await _score_held_out(self._scorer, task, sampled.response, sampled.versions, keeps_record)
+        response = Response(turn.text, turn.num_tokens, turn.finish_reason)
+        return await _score_held_out(self._scorer, task, response, turn.versions, keeps_record)
 
 
 async def _score_held_out(
@@ -209,9 +207,7 @@ class EndpointResponses:
         self._limit_s = limit_s
         self._client = open_client(endpoint, limit_s=limit_s)
 
-    async def sample(
-        self, group_id: int, task: Task, *, seed: int | None
-    ) -> SampledGroup | RefusedGroup | CancelledGroup:
+    async def sample(self, group_id: int, task: Task, *, seed: int | None) -> SampledGroup | RefusedGroup:
         """Never called: an endpoint's responses are not trained on."""
         raise AssertionError("an endpoint's responses do not train")
 
@@ -238,10 +234,6 @@ class EndpointResponses:
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
-
-
-class EpisodesCancelled(Exception):
-    """The group was cancelled during one of its episodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,9 +325,7 @@ class GroupEpisodes:
         # Groups outside the buffer have negative ids.
         self._evaluation_ids = itertools.count(-1, -1)
 
-    async def sample(
-        self, group_id: int, task: Task, *, seed: int | None
-    ) -> SampledGroup | RefusedGroup | CancelledGroup:
+    async def sample(self, group_id: int, task: Task, *, seed: int | None) -> SampledGroup | RefusedGroup:
         """Sample and score the group of a task; its arrays stay with the generator until freed.
 
         If its generator is lost, another one takes over its turns, and its episodes continue.
@@ -366,10 +356,9 @@ class GroupEpisodes:
                         if group is not None and group.replica is replica:
                             group.data = (await asyncio.shield(replica.recovered)).groups.get(group_id)
                 return RefusedGroup(problem=problem, reason=DropReason.LOST)
-            except EpisodesCancelled:
-                assert group is not None
+            except EpisodeCancelled:
                 await self._generators.drop_episodes(replica, group_id)
-                return CancelledGroup()
+                return CANCELLED
             finally:
                 if group is not None:
                     await self._end(group)
@@ -381,12 +370,13 @@ class GroupEpisodes:
 
         Raises:
             ProcessLost: this generator is lost as well.
+            EpisodeCancelled: the group was cancelled.
         """
         taken_over: Mapping[EpisodeId, frozenset[int]] = {}
         if group.data is not None:
             restored = await self._generators.restore_episodes(replica, group.group_id, group.data)
-            if isinstance(restored, CancelledGroup):
-                raise EpisodesCancelled
+            if restored is None:
+                raise EpisodeCancelled
             taken_over = restored
         lost, group.replica = group.replica, replica
         group.num_moves += 1
@@ -401,7 +391,7 @@ class GroupEpisodes:
             )
         )
         if is_cancelled():
-            raise EpisodesCancelled
+            raise EpisodeCancelled
         for index, one in enumerate(group.running):
             if one.done() and one.exception() is None and not one.result().is_whole(taken_over, self._roles):
                 # Some of its turns are lost, so it runs again from the start.
@@ -493,8 +483,8 @@ class GroupEpisodes:
                 can_fail_over=group.can_fail_over,
             )
             outcome = await self._pool.run_episode(request)
-            if isinstance(outcome, CancelledGroup):
-                raise EpisodesCancelled
+            if outcome is None:
+                raise EpisodeCancelled
             outcomes.append(outcome)
             policy = self._section.endings.of(outcome.ending)
             if policy in (EndingPolicy.SCORE, EndingPolicy.ZERO):

@@ -336,11 +336,6 @@ class Submission:
             LaunchFailed: the job was refused, has not started within ``launcher.start_timeout_s``, or has
                 ended.
         """
-        state = await self._start(tell)
-        self._has_hosts = True
-        return state
-
-    async def _start(self, tell: Callable[[str], None]) -> JobState:
         self._is_started = True
         waiting = asyncio.wrap_future(_in_thread(self._run))
         if not isinstance(self._launcher, SlurmLauncher):
@@ -377,7 +372,9 @@ class Submission:
                 self._slurm_id = self._job._slurm_job_id
         finally:
             self._submitted.set()
-        return self._job.state(cached_path=None)
+        state = self._job.state(cached_path=None)
+        self._has_hosts = True
+        return state
 
     async def require_present(self) -> None:
         """Check that the job exists, while its hosts start.

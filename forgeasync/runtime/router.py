@@ -34,14 +34,13 @@ from forgeasync.config import (
 from forgeasync.environments import Response
 from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.planning import Machine, count_parameters, generator_memory, least_bytes, total_bytes
-from forgeasync.rollouts import CaptureSpec, EpisodeId, StoredRollout
+from forgeasync.rollouts import CaptureSpec, EpisodeId, SampledTurn, StoredRollout
 from forgeasync.runtime.generator import (
-    CancelledGroup,
+    CANCELLED,
     EndedEpisode,
     GeneratorActor,
     GeneratorSetup,
     RefusedGroup,
-    SampledResponse,
 )
 from forgeasync.runtime.generator_pool import GeneratorPool, LiveReplica, spawn_engine
 from forgeasync.runtime.jobs import HostRole
@@ -131,7 +130,7 @@ class GeneratorRouter:
         sampling: SamplingSection,
         seed: int | None = None,
         on_finished: OnFinished | None = None,
-    ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
+    ) -> tuple[StoredRollout, ...] | RefusedGroup:
         """Sample a group of responses to one prompt; its arrays stay with the generator until freed.
 
         With a seed the responses are reproducible. A group is refused if its generators are lost, or exceed
@@ -141,7 +140,7 @@ class GeneratorRouter:
 
         def call(
             replica: LiveReplica, continued: bytes | None
-        ) -> Awaitable[tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup]:
+        ) -> Awaitable[tuple[StoredRollout, ...] | RefusedGroup]:
             return replica.actor.sample_group.call_one(
                 group_id, prompt_ids_P, num_samples, sampling, seed, continued, finished
             )
@@ -152,7 +151,7 @@ class GeneratorRouter:
                 return await self._retried(what, num_samples, call, group_id=group_id)
             except GroupGivenUp as given_up:
                 if is_cancelled():
-                    return CancelledGroup()
+                    return CANCELLED
                 return RefusedGroup(problem=str(given_up), reason=given_up.reason)
 
     async def respond(
@@ -162,14 +161,14 @@ class GeneratorRouter:
         num_samples: int,
         sampling: SamplingSection,
         seed: int | None = None,
-    ) -> tuple[SampledResponse, ...]:
+    ) -> tuple[SampledTurn, ...]:
         """Sample responses to one prompt that are not trained on; with a seed they are reproducible.
 
         Raises:
             GroupGivenUp: generators were lost, or exceeded ``timeouts.generate_s``, too often.
         """
 
-        def call(replica: LiveReplica, continued: bytes | None) -> Awaitable[tuple[SampledResponse, ...]]:
+        def call(replica: LiveReplica, continued: bytes | None) -> Awaitable[tuple[SampledTurn, ...]]:
             return replica.actor.respond.call_one(prompt_ids_P, num_samples, sampling, seed)
 
         return await self._retried(f"answering a prompt of {len(prompt_ids_P)} tokens", num_samples, call)
@@ -270,7 +269,7 @@ class GeneratorRouter:
 
     async def restore_episodes(
         self, replica: LiveReplica, group_id: int, data: bytes
-    ) -> Mapping[EpisodeId, frozenset[int]] | CancelledGroup:
+    ) -> Mapping[EpisodeId, frozenset[int]] | None:
         """Let one generator take over the episodes of a group; see ``GeneratorActor.restore_episodes``.
 
         Raises:
@@ -637,7 +636,7 @@ async def start_generators(
             set_up=lambda actor: actor.setup.call_one(setup, host.id, folder_of[host.id]),
         )
 
-    pool = GeneratorPool(spawn, section, hosts, faults=processes.faults, listing=processes.listing)
+    pool = GeneratorPool(spawn, processes, section, hosts)
     processes.generators = pool
     async with call_limit(config.timeouts, "setup_s", "loading the generators' engines"):
         await pool.start(len(hosts))

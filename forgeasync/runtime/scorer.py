@@ -2,10 +2,9 @@
 
 import asyncio
 import dataclasses
-import functools
-import operator
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from forgeasync.config import (
 from forgeasync.environments import Response
 from forgeasync.observability import State, doing, open_trace, redirect_process_output, span, started
 from forgeasync.processes import MemoryMonitor, MemoryPeak, mark_this_process
-from forgeasync.rollouts import MAX_SCORER_CHARS, Score, Task, VerifierCounts
+from forgeasync.rollouts import MAX_SCORER_CHARS, Score, Task
 from forgeasync.scoring import (
     CHOICE_CODEC,
     Judge,
@@ -86,7 +85,7 @@ class _Pooled:
         return self._pool.version
 
     @property
-    def counts(self) -> VerifierCounts:
+    def counts(self) -> Counter[str]:
         return self._pool.counts
 
     def close(self) -> None:
@@ -164,10 +163,9 @@ class RunRewards:
         return tuple(scores)
 
     @property
-    def counts(self) -> VerifierCounts:
-        """Total counts of answers that could not be verified so far."""
-        counts = (member.counts for member in self._by_setup.values())
-        return functools.reduce(operator.add, counts, VerifierCounts())
+    def counts(self) -> Counter[str]:
+        """Total counts of all rewards so far."""
+        return sum((member.counts for member in self._by_setup.values()), Counter())
 
     def close(self) -> None:
         """Stop all processes."""
@@ -237,7 +235,7 @@ class ScoredResponses:
     """The scorer's reply."""
 
     scores: tuple[Score, ...]
-    counts: VerifierCounts
+    counts: Counter[str]
     """Counts since the scorer began."""
     memory: MemoryPeak | None = None
     """Peak of the scorer's largest process so far; None if it was not measured."""

@@ -8,8 +8,8 @@ scores of groups. A failure costs at most one response's group.
 import asyncio
 import functools
 import logging
-import operator
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,21 +23,22 @@ from forgeasync.config import (
     named_sources,
 )
 from forgeasync.environments import Response
-from forgeasync.observability import Fault, FaultLog, ProcessListFile, Role, describe_error
+from forgeasync.observability import Fault, Role, describe_error
 from forgeasync.processes import MemoryPeak, largest
-from forgeasync.rollouts import Score, Task, VerifierCounts
+from forgeasync.rollouts import Score, Task
 from forgeasync.runtime.process_manager import SCORER, ProcessManager
 from forgeasync.runtime.scorer import ScoredResponses, ScorerActor, ScorerReady, Unavailable
 from forgeasync.runtime.supervised import (
     ProcessLost,
     RestartBudget,
     RestartsFail,
+    RunReports,
     Spawned,
     Supervised,
     SupervisedPool,
     spawn_local,
 )
-from forgeasync.scoring import Assignment, Dispatcher, DispatchOutcome
+from forgeasync.scoring import REWARD_COUNTS, Assignment, Dispatcher, DispatchOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -53,28 +54,22 @@ Scorer = Supervised[ScorerActor]
 class ScorerProcesses(SupervisedPool[Scorer]):
     """The scorers' processes; ``score`` calls one of them, and ``ScoreQueue`` chooses which."""
 
+    role = Role.SCORER
+    heartbeat_key = "scorer.heartbeat_s"
+    replica_type = Supervised[ScorerActor]
     after_loss = ": another one starts, and its responses are scored again"
 
     def __init__(
         self,
         spawn: SpawnScorer,
+        reports: RunReports,
         section: ScorerSection,
         *,
-        faults: FaultLog,
-        listing: ProcessListFile,
         on_change: Callable[[int, bool], None] = lambda rank, is_up: None,
     ) -> None:
         """``on_change`` is called with a place and whether it has a process, whenever that changes after the
         start."""
-        super().__init__(
-            Role.SCORER,
-            Supervised[ScorerActor],
-            spawn,
-            heartbeat_s=section.heartbeat_s,
-            heartbeat_key="scorer.heartbeat_s",
-            faults=faults,
-            listing=listing,
-        )
+        super().__init__(spawn, reports, heartbeat_s=section.heartbeat_s)
         self._section = section
         self._on_change = on_change
         self._budgets = [RestartBudget(section.max_restarts) for _ in range(section.num_replicas)]
@@ -166,21 +161,19 @@ class ScoreQueue:
         calls: Sequence[ScoreCall],
         section: ScorerSection,
         *,
-        isolation: str = "",
         retry_wait_s: float = RETRY_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``calls`` has one entry for each replica; ``isolation`` describes the isolation of verifiers."""
-        self.isolation = isolation
+        """``calls`` has one entry for each replica."""
         self._calls = tuple(calls)
         self._section = section
         self._clock = clock
         self._dispatch = Dispatcher(len(calls), section, retry_wait_s=retry_wait_s)
         self._jobs: dict[int, _Job] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._counts = [VerifierCounts()] * len(calls)
+        self._counts = [Counter[str]() for _ in calls]
         """Last known counts of all processes of each replica."""
-        self._lost_counts = [VerifierCounts()] * len(calls)
+        self._lost_counts = [Counter[str]() for _ in calls]
         """Last known counts of its lost processes."""
         self._memory: MemoryPeak | None = None
 
@@ -210,7 +203,7 @@ class ScoreQueue:
         if is_up:
             self._dispatch.replica_up(rank)
         else:
-            self._lost_counts[rank] = self._counts[rank]
+            self._lost_counts[rank] = self._counts[rank].copy()
             for number in self._dispatch.replica_down(rank, self._clock()):
                 job = self._jobs[number]
                 job.problem = f"lost its scorer {self._section.max_lost} times: its process was gone"
@@ -221,8 +214,9 @@ class ScoreQueue:
         """Return counts since the run began and the scorers' memory, by their names in metrics.jsonl."""
         memory = {} if self._memory is None else self._memory.metrics("scorer")
         dispatch, counts = self._dispatch, self._dispatch.counts
+        of_rewards = sum(self._counts, Counter[str]())
         return (
-            functools.reduce(operator.add, self._counts).metrics()
+            {name: of_rewards[name] for name in REWARD_COUNTS}
             | memory
             | {
                 "scoring/num_failed_attempts": counts.num_failed,
@@ -304,8 +298,7 @@ class ScoreQueue:
             ValueError, TypeError: a response has no score.
         """
         # Replies can arrive out of order, and counts and peaks only increase.
-        counts = self._lost_counts[replica] + answer.counts
-        self._counts[replica] = self._counts[replica].merged(counts)
+        self._counts[replica] |= self._lost_counts[replica] + answer.counts
         self._memory = largest((self._memory, answer.memory))
         scores = tuple(answer.scores)
         if len(scores) != len(job.responses):
@@ -335,19 +328,16 @@ class GroupScoring:
         pool: ScoreQueue,
         *,
         compares: Callable[[Task], bool] = lambda task: False,
+        isolation: str = "",
     ) -> None:
         """``compares`` returns whether a reward of the task compares the responses of a group; these are then
-        scored together, once all have ended."""
+        scored together, once all have ended. ``isolation`` describes the isolation of verifiers."""
+        self.isolation = isolation
         self._pool = pool
         self._compares = compares
         self._early: dict[int, dict[int, tuple[Response, Scoring]]] = {}
         """Responses of groups that are still being sampled, by group and index in it."""
         self._num_early = 0
-
-    @property
-    def isolation(self) -> str:
-        """Description of the isolation of verifiers."""
-        return self._pool.isolation
 
     def finished(self, group_id: int, task: Task, index: int, response: Response) -> None:
         """Start scoring a response of a group that is still being sampled.
@@ -440,19 +430,15 @@ async def start_scorer(processes: ProcessManager, config: RunConfig) -> GroupSco
         )
 
     scorers = processes.scorer = ScorerProcesses(
-        spawn,
-        section,
-        faults=processes.faults,
-        listing=processes.listing,
-        on_change=lambda rank, is_up: pool.set_up(rank, is_up),
+        spawn, processes, section, on_change=lambda rank, is_up: pool.set_up(rank, is_up)
     )
     num_replicas = section.num_replicas
     await scorers.start(num_replicas)
     calls = [functools.partial(scorers.score, rank) for rank in range(num_replicas)]
     words = isolation if num_replicas == 1 else f"{num_replicas} scorers, in each {isolation}"
-    pool = ScoreQueue(calls, section, isolation=words)
+    pool = ScoreQueue(calls, section)
     comparing = frozenset(source.name for source in sources if _compares(source))
-    return GroupScoring(pool, compares=lambda task: task.source in comparing)
+    return GroupScoring(pool, compares=lambda task: task.source in comparing, isolation=words)
 
 
 def _compares(source: NamedSource) -> bool:

@@ -162,8 +162,6 @@ class Heartbeat(Generic[T]):
         self._rest_s = 0.0
         self.silent_s = 0.0
         """Time that the open heartbeat has been without an answer."""
-        self.last: T | None = None
-        """The last answer."""
         self.error: BaseException | None = None
         """Error of the last heartbeat; None if it succeeded."""
 
@@ -183,8 +181,7 @@ class Heartbeat(Generic[T]):
         elif self._question.done():
             self.error = None if self._question.cancelled() else self._question.exception()
             if self.error is None and not self._question.cancelled():
-                self.last = self._question.result()
-                self._heard(self.last)
+                self._heard(self._question.result())
             self._question, self._rest_s, self.silent_s = None, BEAT_S, 0.0
         else:
             self.silent_s += passed_s
@@ -401,37 +398,42 @@ class BackgroundTasks:
 ReplicaT = TypeVar("ReplicaT", bound=Supervised[Any])
 
 
+class RunReports(Protocol):
+    """Where pools report to; the run's ``ProcessManager``."""
+
+    faults: FaultLog
+    """Log of losses and recoveries."""
+    listing: ProcessListFile
+    """File that lists the live processes."""
+
+
 class SupervisedPool(Generic[ReplicaT]):
     """The processes of one role; subclasses define role-specific behavior, such as the effect of a loss."""
 
+    role: Role
+    heartbeat_key: str
+    """Config key of the time within which a healthy process answers."""
+    replica_type: Callable[["SupervisedPool[Any]", Spawned[Any], int, int], ReplicaT]
     after_loss = ""
     """End of the report of a loss, which describes what happens next."""
 
     def __init__(
         self,
-        role: Role,
-        replica_type: Callable[["SupervisedPool[ReplicaT]", Spawned[Any], int, int], ReplicaT],
         spawn: Callable[[int, int], Awaitable[Spawned[Any]]],
+        reports: RunReports,
         *,
         heartbeat_s: float,
-        heartbeat_key: str,
-        faults: FaultLog,
-        listing: ProcessListFile,
         title: str | None = None,
     ) -> None:
         """``spawn`` starts and sets up a process, given its place and a unique number.
 
-        A healthy actor answers ``beat`` within ``heartbeat_s`` (config key ``heartbeat_key``). Losses and
-        recoveries are reported to ``faults``, and ``listing`` lists the live processes. ``title`` names the
-        processes in the listing; None: the role does.
+        A healthy actor answers ``beat`` within ``heartbeat_s``. ``title`` names the processes in the listing;
+        None: the role does.
         """
-        self.role = role
-        self.title = role.value if title is None else title
-        self._replica_type = replica_type
+        self.title = self.role.value if title is None else title
         self._spawn = spawn
-        self._heartbeat_s, self._heartbeat_key = heartbeat_s, heartbeat_key
-        self._faults = faults
-        self._listing = listing
+        self._heartbeat_s = heartbeat_s
+        self._faults, self._listing = reports.faults, reports.listing
         self._numbers = count()
         self._replicas: dict[int, ReplicaT] = {}
         self._ending: dict[int, ReplicaT] = {}
@@ -454,7 +456,7 @@ class SupervisedPool(Generic[ReplicaT]):
     async def _join(self, replica: ReplicaT) -> None:
         """Prepare a process that is set up for its first call."""
 
-    def _heard(self, replica: ReplicaT, answer: Any) -> None:
+    def heard(self, replica: ReplicaT, answer: Any) -> None:
         """Process the answer to a heartbeat."""
 
     def _look_at(self, replica: ReplicaT) -> str | None:
@@ -504,8 +506,8 @@ class SupervisedPool(Generic[ReplicaT]):
         return Heartbeat(
             replica.actor.beat.call_one,
             limit_s=self._heartbeat_s,
-            key=self._heartbeat_key,
-            heard=lambda answer: self._heard(replica, answer),
+            key=self.heartbeat_key,
+            heard=lambda answer: self.heard(replica, answer),
         )
 
     @property
@@ -587,7 +589,7 @@ class SupervisedPool(Generic[ReplicaT]):
 
     async def _set_up(self, rank: int, number: int) -> ReplicaT:
         """Start a process and let it join; kill it if that fails."""
-        replica = self._replica_type(self, await self._spawn(rank, number), rank, number)
+        replica = self.replica_type(self, await self._spawn(rank, number), rank, number)
         try:
             await self._join(replica)
         except BaseException:

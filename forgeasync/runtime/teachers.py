@@ -60,6 +60,16 @@ if TYPE_CHECKING:
 TEACHER_HOST = 0
 """All engines of a teacher are on the controller's machine."""
 
+TEACHER_COUNTS = (
+    "teacher/num_retried",
+    "teacher/num_failed",
+    "teacher/num_tokens",
+    "teacher/num_without_sibling",
+    "teacher/num_without_feedback",
+    "teacher/busy_s",
+)
+"""Names in metrics.jsonl of what is counted of all teachers."""
+
 
 class TeacherEngines(GeneratorRouter):
     """Engines of the run, which are supervised like generators and may load published weights like them."""
@@ -166,12 +176,7 @@ class Teachers:
     """Time limit of one attempt at a group (``timeouts.score_s``), in seconds."""
     moving: tuple[TeacherEngines, ...] = ()
     """Teachers that load published versions."""
-    _num_retried: int = 0
-    _num_failed: int = 0
-    _num_tokens: int = 0
-    _num_without_sibling: int = 0
-    _num_without_feedback: int = 0
-    _busy_s: float = 0.0
+    _counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TEACHER_COUNTS, 0))
 
     def needs_scores(self, task: Task) -> bool:
         """Return whether the prompt of a task's teacher depends on the scores of the group."""
@@ -198,7 +203,7 @@ class Teachers:
             try:
                 return await self._attempts(teacher, group_id, rollouts, reads)
             finally:
-                self._busy_s += time.perf_counter() - start_s
+                self._counts["teacher/busy_s"] += time.perf_counter() - start_s
 
     def _reads(
         self,
@@ -225,9 +230,8 @@ class Teachers:
         for response, read in zip(responses, reads, strict=True):
             if read is WithoutPrompt.NOTHING:
                 has_feedback = not section.shows_feedback or prompts.can_show(response.feedback)
-                is_siblings = section.shows_sibling and has_feedback
-                self._num_without_sibling += is_siblings
-                self._num_without_feedback += not is_siblings
+                lacks = "sibling" if section.shows_sibling and has_feedback else "feedback"
+                self._counts[f"teacher/num_without_{lacks}"] += 1
         return reads
 
     async def _attempts(
@@ -250,12 +254,12 @@ class Teachers:
                 now_s = time.monotonic()
                 away_since_s = now_s if away_since_s is None else away_since_s
                 if now_s - away_since_s < endpoint.max_unavailable_s:
-                    self._num_retried += 1
+                    self._counts["teacher/num_retried"] += 1
                     await asyncio.sleep(error.retry_after_s)
                     continue
                 found, num_left = TeacherFailure(problem=str(error)), 0
             if not isinstance(found, TeacherFailure):
-                self._num_tokens += sum(
+                self._counts["teacher/num_tokens"] += sum(
                     rollout.num_response_tokens
                     for rollout, read in zip(rollouts, reads, strict=True)
                     if read is not WithoutPrompt.NOTHING
@@ -263,9 +267,9 @@ class Teachers:
                 return found
             num_left -= 1
             if num_left <= 0 or found.is_full:
-                self._num_failed += 1
+                self._counts["teacher/num_failed"] += 1
                 return replace(found, problem=f"teacher {teacher.name}, group {group_id}: {found.problem}")
-            self._num_retried += 1
+            self._counts["teacher/num_retried"] += 1
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the command started, by name in metrics.jsonl; empty without teachers."""
@@ -273,12 +277,7 @@ class Teachers:
             return {}
         return {
             "teacher/served_version": min(one.model.version for one in self.by_source.values()),
-            "teacher/num_retried": self._num_retried,
-            "teacher/num_failed": self._num_failed,
-            "teacher/num_tokens": self._num_tokens,
-            "teacher/num_without_sibling": self._num_without_sibling,
-            "teacher/num_without_feedback": self._num_without_feedback,
-            "teacher/busy_s": self._busy_s,
+            **self._counts,
             "teacher/num_updates": sum(one.num_updates for one in self.moving),
             "teacher/num_rescored": sum(one.num_rescored for one in self.moving),
         }
@@ -391,6 +390,7 @@ async def _start_pool(
 
         async def set_up(actor: GeneratorActor) -> None:
             await actor.setup.call_one(setup, host.id, groups.folder)
+            # It keeps no log of tokens in flight.
             await cast(TeacherActor, actor).open.call_one(groups)
 
         return await spawn_engine(
@@ -407,10 +407,9 @@ async def _start_pool(
 
     pool = GeneratorPool(
         spawn,
+        processes,
         engine,
         [host] * engine.num_replicas,
-        faults=processes.faults,
-        listing=processes.listing,
         role=Role.TEACHER,
         title=f"teacher {name}",
         key=f"teachers.{name}.engine",

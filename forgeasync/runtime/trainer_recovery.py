@@ -388,7 +388,9 @@ class TrainerRecovery:
         while self._budget.take():
             await kill_trainer(life.mesh)
             try:
-                life = self._begin_life(await self._spawn(before.num_procs))
+                number, self._num_started = self._num_started, self._num_started + 1
+                mesh = await spawn_trainer(self._processes, before.num_procs, self._timeouts, number=number)
+                life = self._begin_life(mesh)
                 version = await life.while_living(self._bring_up(life.mesh, before))
             except Exception as error:
                 logger.warning("the trainer could not be started again", exc_info=True)
@@ -405,10 +407,6 @@ class TrainerRecovery:
         await kill_trainer(life.mesh)
         assert self._first_error is not None
         raise self._first_error
-
-    async def _spawn(self, num_procs: int) -> TrainerMesh:
-        number, self._num_started = self._num_started, self._num_started + 1
-        return await spawn_trainer(self._processes, num_procs, self._timeouts, number=number)
 
     async def _bring_up(self, trainer: TrainerMesh, before: TrainerMesh) -> int:
         """Bring a new trainer to the state of the previous one; return the version of the last step."""

@@ -9,6 +9,7 @@ from .reward_pool import RewardPool as RewardPool
 from .reward_trial import check_verifiers as check_verifiers
 from .reward_trial import try_rewards as try_rewards
 from .rewards import OneReward as OneReward
+from .rewards import REWARD_COUNTS as REWARD_COUNTS
 from .rewards import gather_or_cancel as gather_or_cancel
 from .rewards import weighted_score as weighted_score
 from .endpoints import TeacherClient as TeacherClient

@@ -21,22 +21,14 @@ import logging
 import math
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from forgeasync.config import JudgeReward, name_of
 from forgeasync.environments import Response
-from forgeasync.rollouts import (
-    MAX_SCORER_CHARS,
-    NO_SCORE,
-    Score,
-    ScoreStatus,
-    Task,
-    VerifierCounts,
-    as_feedback,
-)
+from forgeasync.rollouts import MAX_SCORER_CHARS, NO_SCORE, Score, ScoreStatus, Task, as_feedback
 from forgeasync.scoring.endpoints import (
     CircuitBreaker,
     EndpointClient,
@@ -211,8 +203,8 @@ class Judge:
         self._client: EndpointClient | None = None
         self._verdicts: OrderedDict[bytes, JudgeVerdict] = OrderedDict()
         """The verdicts by a digest of the request; the least recently used come first."""
-        self._num_requests = self._num_cached = self._num_malformed = self._num_down = 0
-        self._num_oversized = 0
+        self.counts: Counter[str] = Counter()
+        """Counts since the judge was created."""
 
     def start(self) -> str:
         """Read the key; return a description of the judge.
@@ -243,17 +235,6 @@ class Judge:
         return tuple(scores)
 
     @property
-    def counts(self) -> VerifierCounts:
-        """Counts since the judge was created."""
-        return VerifierCounts(
-            num_oversized=self._num_oversized,
-            num_judge_requests=self._num_requests,
-            num_judge_cached=self._num_cached,
-            num_judge_malformed=self._num_malformed,
-            num_judge_down=self._num_down,
-        )
-
-    @property
     def version(self) -> str:
         """Model, and a digest of the other settings that affect verdicts."""
         section = self._section
@@ -273,7 +254,7 @@ class Judge:
     async def _score(self, task: Task, response: Response) -> Score:
         section = self._section
         if len(response.text) > section.max_response_chars:
-            self._num_oversized += 1
+            self.counts["scoring/num_oversized"] += 1
             return dataclasses.replace(NO_SCORE, status=ScoreStatus.OVERSIZED)
         key = self._key(task, response)
         verdict = self._verdicts.get(key)
@@ -283,7 +264,7 @@ class Judge:
             while len(self._verdicts) > section.cache_size:
                 self._verdicts.popitem(last=False)
         else:
-            self._num_cached += 1
+            self.counts["scoring/num_judge_cached"] += 1
             self._verdicts.move_to_end(key)
         value = (verdict.points - section.lowest) / (section.highest - section.lowest)
         return Score(
@@ -302,17 +283,17 @@ class Judge:
                 raise RewardUnavailable(
                     f"{self._section.model} at {self._section.base_url} has not answered before", wait_s
                 )
-            self._num_requests += 1
+            self.counts["scoring/num_judge_requests"] += 1
             try:
                 asked = messages(self._section, task, response.text)
                 verdict = await request_verdict(self._client, self._section, asked)
             except RewardUnavailable as error:
-                self._num_down += 1
+                self.counts["scoring/num_judge_down"] += 1
                 self._breaker.failed(self._clock(), retry_after_s=error.requested_s)
                 raise
             except EndpointRefuses as error:
                 # A reply was good, but not a verdict.
-                self._num_malformed += error.status == 200
+                self.counts["scoring/num_judge_malformed"] += error.status == 200
                 self._breaker.succeeded()
                 raise
             except BaseException:

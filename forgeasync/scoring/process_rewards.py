@@ -15,6 +15,7 @@ import math
 import secrets
 import statistics
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from tokenizers import Tokenizer
 
 from forgeasync.config import ProcessRewardModel, StepsValue, name_of
 from forgeasync.environments import Response
-from forgeasync.rollouts import FinishReason, Score, ScoreStatus, Step, Task, VerifierCounts
+from forgeasync.rollouts import FinishReason, Score, ScoreStatus, Step, Task
 from forgeasync.schema import Problem
 from forgeasync.scoring.endpoints import RewardUnavailable
 from forgeasync.scoring.reward_pool import ProcessKilled, RewardFailure, RewardProcess
@@ -302,9 +303,10 @@ class ProcessRewardPool:
         return self._section.max_num_seqs
 
     @property
-    def counts(self) -> VerifierCounts:
+    def counts(self) -> Counter[str]:
         """Counts since the pool was created."""
-        return VerifierCounts(num_oversized=self._num_oversized, num_killed_rewards=self._process.num_killed)
+        killed, oversized = self._process.num_killed, self._num_oversized
+        return Counter({"scoring/num_killed_rewards": killed, "scoring/num_oversized": oversized})
 
     @property
     def pid(self) -> int | None:

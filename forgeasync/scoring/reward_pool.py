@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -18,7 +19,7 @@ from typing import Any, BinaryIO
 from forgeasync.config import ProcessRewardModel, PythonReward, name_of
 from forgeasync.environments import Response
 from forgeasync.isolation import ContainedProcess, ProcessExited, python_path
-from forgeasync.rollouts import Score, Task, VerifierCounts
+from forgeasync.rollouts import Score, Task
 from forgeasync.scoring.reward_worker import decode_score
 
 STARTUP_LIMIT_S = 120.0
@@ -264,14 +265,9 @@ class RewardPool:
         """Maximum number of concurrent calls; 0 before ``start``."""
 
     @property
-    def num_killed(self) -> int:
-        """Number of processes that were killed because a call did not end."""
-        return sum(process.num_killed for process in self._processes)
-
-    @property
-    def counts(self) -> VerifierCounts:
+    def counts(self) -> Counter[str]:
         """Counts since the pool was created."""
-        return VerifierCounts(num_killed_rewards=self.num_killed)
+        return Counter({"scoring/num_killed_rewards": sum(one.num_killed for one in self._processes)})
 
     @property
     def pids(self) -> tuple[int, ...]:

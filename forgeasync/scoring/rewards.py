@@ -3,14 +3,29 @@
 import asyncio
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from forgeasync.config import RewardSection, name_of
 from forgeasync.environments import Response
-from forgeasync.rollouts import MAX_SCORER_CHARS, Score, ScoreStatus, Task, VerifierCounts, as_feedback
+from forgeasync.rollouts import MAX_SCORER_CHARS, Score, ScoreStatus, Task, as_feedback
 
 T = TypeVar("T")
+
+
+REWARD_COUNTS = (
+    "scoring/num_timeouts",
+    "scoring/num_crashes",
+    "scoring/num_errors",
+    "scoring/num_oversized",
+    "scoring/num_killed_rewards",
+    "scoring/num_judge_requests",
+    "scoring/num_judge_cached",
+    "scoring/num_judge_malformed",
+    "scoring/num_judge_down",
+)
+"""Names in metrics.jsonl of the counts of rewards."""
 
 
 class OneReward(Protocol):
@@ -30,8 +45,8 @@ class OneReward(Protocol):
         ...
 
     @property
-    def counts(self) -> VerifierCounts:
-        """Counts since the reward was created."""
+    def counts(self) -> Counter[str]:
+        """Counts since the reward was created, of ``REWARD_COUNTS``."""
         ...
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from forgeasync.isolation import (
     python_environment,
 )
 from forgeasync.processes import own_mark
-from forgeasync.rollouts import NO_SCORE, Score, ScoreStatus, Task, VerifierCounts, as_feedback
+from forgeasync.rollouts import NO_SCORE, Score, ScoreStatus, Task, as_feedback
 from forgeasync.schema import Problem, raise_if_any
 from forgeasync.scoring.worker import (
     CHOICE_CODEC,
@@ -45,6 +45,14 @@ STARTUP_LIMIT_S = 120.0
 """Seconds within which a process must be ready."""
 _GRACE_S = 5.0
 """Seconds by which the parent's kill follows the process's own limits; it is for processes that hang."""
+
+
+_COUNT_OF = {
+    ScoreStatus.TIMEOUT: "scoring/num_timeouts",
+    ScoreStatus.CRASH: "scoring/num_crashes",
+    ScoreStatus.ERROR: "scoring/num_errors",
+    ScoreStatus.OVERSIZED: "scoring/num_oversized",
+}
 
 
 class VerifierFailure(RuntimeError):
@@ -167,18 +175,13 @@ class VerifierPool:
         self.num_places = section.num_workers
         """Maximum number of concurrent calls."""
         self._lock = threading.Lock()
-        self._num_unverified: Counter[ScoreStatus] = Counter()
+        self._counts: Counter[str] = Counter()
 
     @property
-    def counts(self) -> VerifierCounts:
+    def counts(self) -> Counter[str]:
         """Counts of the responses that could not be verified."""
         with self._lock:
-            return VerifierCounts(
-                num_timeouts=self._num_unverified[ScoreStatus.TIMEOUT],
-                num_crashes=self._num_unverified[ScoreStatus.CRASH],
-                num_errors=self._num_unverified[ScoreStatus.ERROR],
-                num_oversized=self._num_unverified[ScoreStatus.OVERSIZED],
-            )
+            return self._counts.copy()
 
     # Cached, because the look-up in the file system takes longer than verifying a response.
     @functools.cached_property
@@ -254,8 +257,8 @@ class VerifierPool:
 
     def _unverified(self, status: ScoreStatus, reason: str) -> Score:
         with self._lock:
-            self._num_unverified[status] += 1
-            number = self._num_unverified[status]
+            self._counts[_COUNT_OF[status]] += 1
+            number = self._counts[_COUNT_OF[status]]
         if number <= _NUM_LOGGED:
             logger.warning("an answer scores 0, %s no. %d: %s", status, number, ascii(reason))
         return dataclasses.replace(NO_SCORE, status=status, feedback=as_feedback(f"{status}: {reason}"))

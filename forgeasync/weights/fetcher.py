@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +153,15 @@ class WeightFetcher:
     ) -> None:
         """``needed`` has a mask of the blocks (bool) that the engine needs, for every rank."""
         self._layout = layout
-        self._needed_by_all = list(needed)
         self._num_bytes_needed = num_bytes_needed
-        self._receive_buffer = receive_buffer
         self._transports = transports
         self._delta = delta
-        self._held = [np.zeros(rank.num_blocks, np.uint64) for rank in layout.ranks]
-        self._is_held = [np.zeros(rank.num_blocks, bool) for rank in layout.ranks]
-        self._held_of = [np.zeros(rank.num_blocks, np.uint64) for rank in layout.ranks]
+        unit = np.dtype(f"u{layout.dtype.itemsize}")
+        self._images = [
+            _RankImage(rank, receive_buffer.image(rank.rank), blocks, unit)
+            for rank, blocks in zip(layout.ranks, needed, strict=True)
+            if rank.num_bytes
+        ]
         self.take_share(share)
 
     def take_share(self, share: HostShare) -> None:
@@ -169,14 +170,8 @@ class WeightFetcher:
         Blocks that were fetched before do not count as held: the generators of the host have changed, and
         others may have overwritten them.
         """
-        self._needed = [
-            blocks & share.of_blocks(rank, self._transports[rank.rank].granularity)
-            if rank.num_bytes
-            else blocks
-            for rank, blocks in zip(self._layout.ranks, self._needed_by_all, strict=True)
-        ]
-        for held in (*self._is_held, *self._held_of):
-            held[:] = 0
+        for image in self._images:
+            image.take_share(share, self._transports[image.rank.rank].granularity)
 
     def connect(self, transports: Mapping[int, Transport]) -> None:
         """Read from other staging buffers of the same layout, starting with the next fetch."""
@@ -195,82 +190,68 @@ class WeightFetcher:
                 "another mesh"
             )
         start_s = time.perf_counter()
-        reads = [
-            _RankRead(
-                rank=rank,
-                transport=self._transports[rank.rank],
-                received=self._receive_buffer.image(rank.rank),
-                expected=manifest.checksums[rank.rank],
-                held=self._held[rank.rank],
-                is_held=self._is_held[rank.rank],
-                held_of=self._held_of[rank.rank],
-                patches=manifest.patches[rank.rank] if manifest.patches else (),
-                unit=np.dtype(f"u{self._layout.dtype.itemsize}"),
+        await asyncio.gather(
+            *(
+                image.fetch(manifest, self._transports[image.rank.rank], is_delta=self._delta)
+                for image in self._images
             )
-            for rank in self._layout.ranks
-            if rank.num_bytes
-        ]
-        for read in reads:
-            read.invalidate(is_delta=self._delta)
-        await asyncio.gather(*(read.run(manifest.slot, self._needed[read.rank.rank]) for read in reads))
+        )
         return FetchReport(
             version=manifest.version,
-            is_complete=all(read.is_complete(self._needed[read.rank.rank]) for read in reads),
-            num_bytes_moved=sum(read.num_bytes_moved for read in reads),
+            is_complete=all(image.is_complete for image in self._images),
+            num_bytes_moved=sum(image.num_bytes_moved for image in self._images),
             num_bytes_needed=self._num_bytes_needed,
-            num_bad_blocks=sum(read.num_bad_blocks for read in reads),
+            num_bad_blocks=sum(image.num_bad_blocks for image in self._images),
             fetch_s=time.perf_counter() - start_s,
-            failure=next((read.failure for read in reads if read.failure is not None), None),
+            failure=next((image.failure for image in self._images if image.failure is not None), None),
         )
 
 
-@dataclass(slots=True, kw_only=True)
-class _RankRead:
-    """One fetch from one rank."""
+class _RankImage:
+    """The image of one rank's staging buffer, with what is known of its blocks."""
 
-    rank: RankLayout
-    transport: Transport
-    received: torch.Tensor
-    expected: np.ndarray
-    held: np.ndarray
-    """Checksum of what each block had when it was last checked."""
-    is_held: np.ndarray
-    """Whether each block has the version."""
-    held_of: np.ndarray
-    """Digest of the version whose bytes each block has, uint64; 0: unknown."""
-    patches: Sequence[Patch]
-    unit: np.dtype[Any]
-    """Unsigned integers of the size of an element."""
-    num_bytes_moved: int = 0
-    num_bad_blocks: int = 0
-    failure: str | None = None
-    _memory: np.ndarray = field(init=False)
-    _digest: int = field(init=False)
+    def __init__(
+        self, rank: RankLayout, received: torch.Tensor, needed: np.ndarray, unit: np.dtype[Any]
+    ) -> None:
+        """``unit`` are unsigned integers of the size of an element."""
+        self.rank = rank
+        self._received, self._memory = received, received.numpy()
+        self._needed_by_all, self._unit = needed, unit
+        self._held = np.zeros(rank.num_blocks, np.uint64)
+        """Checksum of what each block had when it was last checked."""
+        self._is_held = np.zeros(rank.num_blocks, bool)
+        """Whether each block has the version that is fetched."""
+        self._held_of = np.zeros(rank.num_blocks, np.uint64)
+        """Digest of the version whose bytes each block has; 0: unknown."""
 
-    def __post_init__(self) -> None:
-        self._memory = self.received.numpy()
-        self._digest = digest_of(self.expected)
+    def take_share(self, share: HostShare, granularity: int) -> None:
+        self._needed = self._needed_by_all & share.of_blocks(self.rank, granularity)
+        self._is_held[:] = self._held_of[:] = 0
 
-    def invalidate(self, *, is_delta: bool) -> None:
-        """Drop blocks that are not part of the version; without a delta, drop all."""
-        self.is_held &= (self.held == self.expected) if is_delta else np.False_
-        self.held_of[self.is_held] = self._digest
+    @property
+    def is_complete(self) -> bool:
+        return bool(self._is_held[self._needed].all())
 
-    def is_complete(self, needed: np.ndarray) -> bool:
-        return bool(self.is_held[needed].all())
-
-    async def run(self, slot: int, needed: np.ndarray) -> None:
+    async def fetch(self, manifest: Manifest, transport: Transport, *, is_delta: bool) -> None:
+        """Fetch the blocks of a version, all of them without a delta."""
+        self.num_bytes_moved = self.num_bad_blocks = 0
+        self.failure: str | None = None
+        self._expected = manifest.checksums[self.rank.rank]
+        self._digest = digest_of(self._expected)
+        patches = manifest.patches[self.rank.rank] if manifest.patches else ()
+        self._is_held &= (self._held == self._expected) if is_delta else np.False_
+        self._held_of[self._is_held] = self._digest
         for _ in range(MAX_ATTEMPTS):
-            wanted = needed & ~self.is_held
+            wanted = self._needed & ~self._is_held
             if not wanted.any():
                 return
-            plan, ranges = self._plan(wanted)
+            plan, ranges = self._plan(wanted, patches, transport.granularity)
             for start, stop in ranges:
                 read = slice(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))
-                self.is_held[read], self.held_of[read] = False, 0
+                self._is_held[read], self._held_of[read] = False, 0
                 self.num_bytes_moved += stop - start
             try:
-                await self.transport.read(slot, ranges, self.received, self._check)
+                await transport.read(manifest.slot, ranges, self._received, self._check)
                 if plan is not None:
                     await asyncio.to_thread(self._patch, plan)
             except (ConnectionError, TimeoutError) as error:
@@ -278,38 +259,40 @@ class _RankRead:
                 self.failure = f"{type(error).__name__}: {error}"
                 logger.warning("reading from trainer rank %d failed: %s", self.rank.rank, self.failure)
 
-    def _plan(self, wanted: np.ndarray) -> tuple[PatchPlan | None, list[ByteRange]]:
+    def _plan(
+        self, wanted: np.ndarray, patches: Sequence[Patch], granularity: int
+    ) -> tuple[PatchPlan | None, list[ByteRange]]:
         """Return the patches to apply, and the ranges to read for them and for all other wanted blocks."""
-        unit, end = self.transport.granularity, self.rank.buffer_bytes
-        whole = byte_ranges(wanted, unit, end)
-        plan = PatchPlan(self.patches, wanted, self.held_of)
+        end = self.rank.buffer_bytes
+        whole = byte_ranges(wanted, granularity, end)
+        plan = PatchPlan(patches, wanted, self._held_of)
         if not plan.blocks.any():
             return None, whole
         read = plan.needs(BLOCK_BYTES, -(-end // BLOCK_BYTES))
         read[: len(wanted)] |= wanted & ~plan.blocks
-        ranges = byte_ranges(read, unit, end)
+        ranges = byte_ranges(read, granularity, end)
         return (plan, ranges) if _sum(ranges) < _sum(whole) else (None, whole)
 
     def _patch(self, plan: PatchPlan) -> None:
         # A range may have covered a block that patches were planned for: it has other bytes then.
-        for block in np.flatnonzero(plan.blocks & (self.held_of != 0) & ~self.is_held):
+        for block in np.flatnonzero(plan.blocks & (self._held_of != 0) & ~self._is_held):
             where = block_range(int(block), self.rank.num_bytes)
-            if plan.apply(block, self._memory, self._memory[where].view(self.unit)):
+            if plan.apply(block, self._memory, self._memory[where].view(self._unit)):
                 self._check((where.start, where.stop))
             else:
                 self.num_bad_blocks += 1
-            if not self.is_held[block]:
-                self.held_of[block] = 0
+            if not self._is_held[block]:
+                self._held_of[block] = 0
 
     def _check(self, arrived: ByteRange) -> None:
         start, stop = arrived
-        for block in range(start // BLOCK_BYTES, min(-(-stop // BLOCK_BYTES), len(self.expected))):
+        for block in range(start // BLOCK_BYTES, min(-(-stop // BLOCK_BYTES), len(self._expected))):
             found = checksum(self._memory[block_range(block, self.rank.num_bytes)])
-            self.held[block] = found
-            self.is_held[block] = found == self.expected[block]
-            self.num_bad_blocks += int(not self.is_held[block])
-            if self.is_held[block]:
-                self.held_of[block] = self._digest
+            self._held[block] = found
+            self._is_held[block] = found == self._expected[block]
+            self.num_bad_blocks += int(not self._is_held[block])
+            if self._is_held[block]:
+                self._held_of[block] = self._digest
 
 
 def _sum(ranges: Sequence[ByteRange]) -> int:

@@ -14,7 +14,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import numpy as np
 import xxhash
@@ -98,16 +97,11 @@ NUM_SLOTS = 2
 """Number of staging buffers of every trainer rank."""
 
 
-class SlotState(StrEnum):
-    EMPTY = "empty"
-    WRITING = "writing"
-    COMMITTED = "committed"
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Slot:
-    state: SlotState = SlotState.EMPTY
+    is_writing: bool = False
     manifest: Manifest | None = None
+    """Version that can be read; None while the slot is empty or is written."""
     deadline_s_by_reader: dict[int, float] = field(default_factory=dict)
 
 
@@ -132,8 +126,11 @@ class WeightLedger:
     @property
     def newest(self) -> Manifest | None:
         """Newest readable version; None before the first one and while the only one is overwritten."""
-        committed = [slot.manifest for slot in self._slots if slot.state is SlotState.COMMITTED]
-        return max((m for m in committed if m is not None), key=lambda m: m.version, default=None)
+        return max(self._readable, key=lambda manifest: manifest.version, default=None)
+
+    @property
+    def _readable(self) -> list[Manifest]:
+        return [slot.manifest for slot in self._slots if slot.manifest is not None]
 
     def can_begin(self, now_s: float) -> bool:
         """Return whether ``begin`` would return a slot."""
@@ -151,19 +148,19 @@ class WeightLedger:
             return None
         # Prefer a slot other than that of the newest version, which late readers may still lease.
         choice = min(free, key=lambda i: newest is not None and self._slots[i].manifest is newest)
-        self._slots[choice] = _Slot(state=SlotState.WRITING)
+        self._slots[choice] = _Slot(is_writing=True)
         self.is_owing = False
         return choice
 
     def commit(self, manifest: Manifest) -> None:
         """Record that a version is complete in its slot."""
         slot = self._slots[manifest.slot]
-        assert slot.state is SlotState.WRITING, f"slot {manifest.slot} is {slot.state}"
-        slot.state, slot.manifest = SlotState.COMMITTED, manifest
+        assert slot.is_writing, f"slot {manifest.slot} is not written"
+        slot.is_writing, slot.manifest = False, manifest
 
     def abandon(self, slot: int) -> None:
         """Discard a version whose publisher failed half-way. Readers never see it."""
-        assert self._slots[slot].state is SlotState.WRITING
+        assert self._slots[slot].is_writing
         self._slots[slot] = _Slot()
         self.is_owing = True
 
@@ -173,7 +170,7 @@ class WeightLedger:
         Leases end. A slot that is being written keeps its state, because it is written to the new buffers.
         """
         for index, slot in enumerate(self._slots):
-            if slot.state is SlotState.COMMITTED:
+            if slot.manifest is not None:
                 self._slots[index] = _Slot()
                 self.is_owing = True
 
@@ -184,16 +181,10 @@ class WeightLedger:
 
         Returns the version's manifest, or None if no version is newer than ``newer_than``.
         """
-        readable = [slot.manifest for slot in self._slots if slot.state is SlotState.COMMITTED]
-        manifest = next(
-            (
-                one
-                for one in readable
-                if one is not None and one.version == preferred and one.version > newer_than
-            ),
-            self.newest,
-        )
-        if manifest is None or manifest.version <= newer_than:
+        newer = [one for one in self._readable if one.version > newer_than]
+        newest = max(newer, key=lambda manifest: manifest.version, default=None)
+        manifest = next((one for one in newer if one.version == preferred), newest)
+        if manifest is None:
             return None
         self._slots[manifest.slot].deadline_s_by_reader[reader] = now_s + self._lease_timeout_s
         return manifest
@@ -208,7 +199,7 @@ class WeightLedger:
         return min((s for slot in self._slots for s in slot.deadline_s_by_reader.values()), default=None)
 
     def _is_free(self, slot: _Slot) -> bool:
-        return slot.state is not SlotState.WRITING and not slot.deadline_s_by_reader
+        return not slot.is_writing and not slot.deadline_s_by_reader
 
     def _expire(self, now_s: float) -> None:
         for slot in self._slots:

@@ -8,7 +8,6 @@ import pytest
 from forgeasync.buffer import (
     AccountingLedger,
     LoadController,
-    StepLoad,
     WaitingSide,
 )
 from forgeasync.config import (
@@ -92,7 +91,7 @@ def test_load_goes_up_where_the_bound_starves_the_trainer_and_down_where_batches
     load = LoadController(groups_per_step=8, max_groups=40)
 
     def step(wait: float, ready: int, *, bound: bool) -> int:
-        load.step(StepLoad(trainer_wait_share=wait, num_ready=ready, is_bound=bound))
+        load.step(trainer_wait_share=wait, num_ready=ready, is_bound=bound)
         return load.bound
 
     assert [step(0.0, 20, bound=True) for _ in range(6)] == [40, 40, 39, 39, 39, 38]

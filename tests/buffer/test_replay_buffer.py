@@ -204,7 +204,7 @@ def test_what_is_counted() -> None:
         "load/generators_wait": 0.0,
     }
     assert metrics["accounting/outstanding_deficit"] == metrics["accounting/num_censored"] == 0
-    assert world.buffer.num_pending == 3, "two more prompts were asked for, and one comes again"
+    assert len(world.buffer.snapshot().pending) == 3, "two more prompts were asked for, and one comes again"
 
 
 def test_each_reward_stays_with_its_rollout() -> None:
@@ -281,7 +281,7 @@ def test_a_restored_buffer_starts_what_was_lost_and_goes_on() -> None:
     again.buffer.submit([make_task(8)])
     metrics = again.buffer.metrics()
     assert metrics["buffer/num_restarted"] == 3 and metrics["buffer/num_reissued"] == 1
-    assert again.buffer.num_trained == 2 and again.buffer.num_submitted == 9
+    assert again.buffer.num_trained == 2 and again.buffer.snapshot().num_submitted == 9
 
 
 def test_deficits_that_a_batch_takes_over_are_kept_until_it_is_committed() -> None:

@@ -47,8 +47,8 @@ def play(world: BufferWorld, data: st.DataObject, num_moves: int = 60) -> None:
         elif move == "fail" and (known := sorted(world.sampling) + sorted(world.sampled)):
             world.fail(data.draw(st.sampled_from(known)), data.draw(st.sampled_from(reasons)))
         world.check_counts()
-        assert world.buffer.num_present <= (world.k + 1) * world.groups_per_step
-        assert world.buffer.num_pending <= 2 * (world.k + 2) * world.groups_per_step
+        assert world.buffer.num_in_flight + world.buffer.num_complete <= (world.k + 1) * world.groups_per_step
+        assert len(world.buffer.snapshot().pending) <= 2 * (world.k + 2) * world.groups_per_step
 
 
 @settings(max_examples=450)

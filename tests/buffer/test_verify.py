@@ -53,7 +53,7 @@ class JournaledRun:
         ledger, before = folder / "ledger.jsonl", resumed and ResumedBuffer(checkpointed=resumed)
         self.buffer = open_buffer(state, ledger, config, before)
         self._version = state.snapshot().trainer_version
-        self._num_submitted = state.num_submitted
+        self._num_submitted = state.snapshot().num_submitted
         self._num_skipped = 0
         self._num_dropped: Counter[DropReason] = Counter()
 
@@ -62,7 +62,7 @@ class JournaledRun:
 
     async def sample(self) -> Group:
         """Sample the next prompt's group."""
-        if not self.buffer.state.num_pending:
+        if not self.buffer.state.snapshot().pending:
             self.change(
                 ReplayBuffer.submit, [make_task(self._num_submitted), make_task(self._num_submitted + 1)]
             )

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,13 @@ from forgeasync.controller import (
 )
 from forgeasync.environments import EndpointModel, Response
 from forgeasync.observability import HeldOutScores, read_episodes, summarize
-from forgeasync.rollouts import Score, Task, VerifierCounts, VersionRange, VersionSpan
+from forgeasync.rollouts import SampledTurn, Score, Task, VersionRange, VersionSpan
 from forgeasync.runtime import (
     EndpointResponses,
     GroupScoring,
-    SampledResponse,
     ScoredResponses,
     ScoreQueue,
-    sampled_response,
+    sampled_turn,
 )
 from forgeasync.schema import ConfigError
 from tests.support.buffer_world import make_task
@@ -67,16 +67,13 @@ class HeldGenerators(Generators):
 
     async def respond(
         self, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection, seed: int
-    ) -> tuple[SampledResponse, ...]:
+    ) -> tuple[SampledTurn, ...]:
         first = min(self._fetched)
         if first:
             self.num_waiting += 1
             await self.let_go.wait()
-        (sampled,) = await super().respond(
-            prompt_ids_P, num_samples=num_samples, sampling=sampling, seed=seed
-        )
-        versions = VersionRange(first=first, last=max(self._fetched))
-        return (dataclasses.replace(sampled, versions=versions),)
+        (turn,) = await super().respond(prompt_ids_P, num_samples=num_samples, sampling=sampling, seed=seed)
+        return (dataclasses.replace(turn, first_version=first, version=max(self._fetched)),)
 
 
 class StepsRecorder(Recorder):
@@ -167,7 +164,7 @@ def test_a_response_carries_the_versions_that_sampled_it() -> None:
             VersionSpan(version=7, start=6, end=9),
         ),
     )
-    assert sampled_response(rollout).versions == VersionRange(first=4, last=7)
+    assert sampled_turn(rollout).versions == VersionRange(first=4, last=7)
 
 
 @given(
@@ -320,7 +317,7 @@ def test_the_only_model_of_an_endpoint_is_found() -> None:
 
 async def score_by_text(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
     scores = tuple(Score(1.0, True) if one.text == task.answer else Score(0.0, False) for one in responses)
-    return ScoredResponses(scores=scores, counts=VerifierCounts())
+    return ScoredResponses(scores=scores, counts=Counter())
 
 
 async def test_every_sample_of_an_endpoint_is_kept_and_counted(tmp_path: Path) -> None:

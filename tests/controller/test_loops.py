@@ -37,6 +37,7 @@ from forgeasync.rollouts import (
     EVERY_HOST,
     Group,
     GroupProgress,
+    SampledTurn,
     Score,
     SpilledGroup,
     Step,
@@ -47,10 +48,9 @@ from forgeasync.rollouts import (
     WithoutPrompt,
 )
 from forgeasync.runtime import (
-    CancelledGroup,
+    CANCELLED,
     GroupScoring,
     RefusedGroup,
-    SampledResponse,
     ScoredResponses,
     ScoreQueue,
     Teacher,
@@ -229,7 +229,7 @@ class MixedGenerators(Generators):
 
     async def sample_group(
         self, group_id: int, *arguments: object, **keywords: object
-    ) -> tuple[StoredRollout, ...] | CancelledGroup | RefusedGroup:
+    ) -> tuple[StoredRollout, ...] | RefusedGroup:
         self.seed_of_group[group_id] = keywords["seed"]
         answer = await super().sample_group(group_id, *arguments, **keywords)
         assert isinstance(answer, tuple)
@@ -240,7 +240,7 @@ class MixedGenerators(Generators):
             case 2:
                 return RefusedGroup(problem=f"group {group_id}: no room", reason=DropReason.OVERSIZED)
             case 3:
-                return CancelledGroup()
+                return CANCELLED
             case 4:
                 change["text"] = "1.0"
             case 5:
@@ -424,7 +424,7 @@ class SlowTrainer(Trainer):
 class SlowGenerators(Generators):
     """An evaluation takes 5 s, a report 2 s."""
 
-    async def respond(self, *arguments: object, **keywords: object) -> tuple[SampledResponse, ...]:
+    async def respond(self, *arguments: object, **keywords: object) -> tuple[SampledTurn, ...]:
         await asyncio.sleep(5.0)
         return await super().respond(*arguments, **keywords)
 

@@ -104,7 +104,7 @@ async def test_malformed_messages_are_named_and_change_nothing(later: object, pr
         await agent.respond(later)
     assert len(model.paths) == 1
     await agent.respond([user("x"), first.message, user("y")])
-    assert model.requests[-1].after == 0 and agent.num_rewritten == 0
+    assert model.requests[-1].after == 0 and agent.counts["episode/num_rewritten_histories"] == 0
 
 
 async def test_tools_that_are_nested_too_deeply_are_refused_by_their_names() -> None:
@@ -156,7 +156,7 @@ async def test_messages_continue_the_longest_path_that_they_begin_with(
     await converse(agent, [[user("x")], [user("y")]])
     turn = await agent.respond(later)
     assert model.requests[-1].after == after
-    assert agent.num_rewritten == num_rewritten
+    assert agent.counts["episode/num_rewritten_histories"] == num_rewritten
     messages = [user(later)] if isinstance(later, str) else later
     whole = tokenizer.apply_chat_template([*messages, turn.message], tokenize=False)
     assert tokenizer.decode(model.ids) == whole.removesuffix("\n")
@@ -226,10 +226,10 @@ async def test_text_from_outside_does_not_become_a_token_with_a_meaning(role: st
     ids = [tokenizer.convert_tokens_to_ids(token) for token in (START, END)]
     # By hand: a start for each of four messages, an end for each but nothing of what was forged.
     assert [model.ids.count(one) for one in ids] == [4, 4]
-    assert agent.num_reserved == 3
+    assert agent.counts["episode/num_reserved_texts"] == 3
     # It stays divided, and is counted once.
     await agent.respond([*messages, user("y")])
-    assert model.requests[-1].after == 1 and agent.num_reserved == 3 and agent.num_rewritten == 0
+    assert model.requests[-1].after == 1 and +agent.counts == {"episode/num_reserved_texts": 3}
 
 
 # ---- finding the turn that messages continue

@@ -110,7 +110,7 @@ def test_calls_that_cannot_be_read_are_told_apart() -> None:
     deep = "arguments of deep are nested deeper than 128"
     words = ["are not JSON", "must be an object", "a named function", deep, deep]
     assert all(one in problem for one, problem in zip(words, problems, strict=True)), problems
-    assert agent.num_faulty_calls == 5
+    assert agent.counts["episode/num_faulty_tool_calls"] == 5
     assert turn.text == "" and [one["id"] for one in turn.message["tool_calls"]] == ["c0", "c4"]
 
 
@@ -191,7 +191,8 @@ async def test_conversations_are_recorded_with_their_branches() -> None:
         with pytest.raises(EpisodeOver):
             await agent.respond("d")
         await agent.leave()
-    assert (agent.num_turns, agent.num_rewritten, agent.has_hit_max_turns) == (4, 1, True)
+    assert (agent.num_turns, agent.has_hit_max_turns) == (4, True)
+    assert agent.counts["episode/num_rewritten_histories"] == 1
     rewritten, whole = agent.branches()
     assert [one["content"] for one in rewritten] == ["a", "ONE", "b", "other"]
     assert [one["content"] for one in whole] == ["a", "one", "b", "two", "c", "three"]

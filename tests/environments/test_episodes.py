@@ -41,7 +41,7 @@ from forgeasync.rollouts import (
     Task,
 )
 from forgeasync.runtime import (
-    CancelledGroup,
+    CANCELLED,
     EndedEpisode,
     EpisodeRequest,
     GroupEpisodes,
@@ -531,9 +531,7 @@ class ScriptedEpisodes:
         self._failing = failing
         self._rng = np.random.default_rng(0)
 
-    async def sample(
-        self, group_id: int, task: Task, *, seed: int | None
-    ) -> SampledGroup | RefusedGroup | CancelledGroup:
+    async def sample(self, group_id: int, task: Task, *, seed: int | None) -> SampledGroup | RefusedGroup:
         if self._failing(group_id):
             return RefusedGroup(problem=f"group {group_id}: no tool", reason=DropReason.EPISODE_FAILED)
         version = min(self._generators._fetched)
@@ -601,7 +599,7 @@ async def test_episodes_of_groups_that_the_buffer_drops_are_forgotten() -> None:
 
 def outcome_of(ending: Ending, value: float | None = None) -> EpisodeOutcome:
     score = None if value is None else Score(value=value, is_correct=True)
-    agent = AgentOutcome(score=score, num_turns=2, num_rewritten=0, num_faulty_calls=0)
+    agent = AgentOutcome(score=score, num_turns=2)
     problem = None if ending is Ending.COMPLETED else f"it is {ending}"
     return EpisodeOutcome(ending=ending, agents=(agent,), episode_s=1.0, sampling_s=0.5, problem=problem)
 
@@ -612,14 +610,14 @@ DONE = outcome_of(Ending.COMPLETED, 1.0)
 class ScriptedPool:
     """Says how the attempts at each episode end."""
 
-    def __init__(self, script: Mapping[int, Sequence[EpisodeOutcome | CancelledGroup]]) -> None:
+    def __init__(self, script: Mapping[int, Sequence[EpisodeOutcome | None]]) -> None:
         self._script = script
         self.requests: list[EpisodeRequest] = []
 
     def forget_moves(self, group_id: int) -> None:
         pass
 
-    async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
+    async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | None:
         self.requests.append(request)
         await asyncio.sleep(0)
         return self._script[request.episode.index][request.episode.attempt]
@@ -687,11 +685,11 @@ def make_groups(
 
 
 def sample_group(
-    script: Mapping[int, Sequence[EpisodeOutcome | CancelledGroup]],
+    script: Mapping[int, Sequence[EpisodeOutcome | None]],
     *,
     keeps_texts: bool = True,
     **endings: EndingPolicy,
-) -> tuple[SampledGroup | RefusedGroup | CancelledGroup, ScriptedPool, PinningRouter]:
+) -> tuple[SampledGroup | RefusedGroup, ScriptedPool, PinningRouter]:
     pool, router = ScriptedPool(script), PinningRouter()
     section = {"max_attempts": 3, "endings": EndingsSection(**endings)}
     groups = make_groups(pool, router, group_size=len(script), keeps_texts=keeps_texts, **section)
@@ -769,8 +767,8 @@ def test_a_group_without_enough_episodes_is_given_up(
 
 
 def test_a_group_that_is_given_up_meanwhile_is_dropped() -> None:
-    answer, _, router = sample_group({0: [DONE], 1: [CancelledGroup()]})
-    assert isinstance(answer, CancelledGroup) and router.dropped_groups == [(7, 5)]
+    answer, _, router = sample_group({0: [DONE], 1: [None]})
+    assert answer == CANCELLED and router.dropped_groups == [(7, 5)]
 
 
 async def test_an_evaluation_set_is_sampled_in_its_own_way() -> None:

@@ -220,10 +220,9 @@ async def test_a_model_without_a_chat_template_calls_python_in_plain_text() -> N
     assert outcome.ending is Ending.COMPLETED
     (agent,) = outcome.agents
     assert agent.score is not None and agent.score.value == 1.0
-    assert agent.tool_calls == {ToolStatus.OK: 1, ToolStatus.FAILED: 1}
+    assert +outcome.counts == {"episode/num_tool_calls_ok": 1, "episode/num_tool_calls_failed": 1}
     assert [request.stop for request in model.requests] == [("]",)] * 3
     assert tokenizer.decode(model.ids) == "7+8=so [7+8<|im_end|>15;[7+<|im_end|>?;#15<|im_end|>"
-    assert agent.num_rewritten == 0
 
 
 @pytest.mark.processes

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +88,20 @@ def test_an_unscored_group_is_refused(tmp_path: Path) -> None:
 def outcome(episode: int, *, attempt: int = 0, ending: Ending = Ending.COMPLETED) -> EpisodeOutcome:
     return EpisodeOutcome(
         ending=ending,
-        agents=(AgentOutcome(score=Score(1.0, True), num_turns=1, num_rewritten=0, num_faulty_calls=0),),
+        agents=(AgentOutcome(score=Score(1.0, True), num_turns=1),),
         episode_s=1.0,
         sampling_s=0.5,
         record={"said": f"episode {episode}", "ending": ending.value},
         attempt=attempt,
         episode=episode,
-        num_artifacts=2,
-        num_refused_artifacts=1,
-        num_cut_bytes=30,
+        counts=Counter(
+            {
+                "episode/num_artifacts": 2,
+                "episode/num_refused_artifacts": 1,
+                "episode/num_cut_record_bytes": 30,
+                "session/num_ours": 5,
+            }
+        ),
     )
 
 
@@ -172,6 +178,7 @@ def test_what_is_kept_and_what_is_not_are_counted_over_the_run() -> None:
     metrics = ended.metrics()
     assert (metrics["episode/num_artifacts"], metrics["episode/num_refused_artifacts"]) == (8, 4)
     assert metrics["episode/num_cut_record_bytes"] == 120
+    assert "session/num_ours" not in metrics, "it is no metric"
 
 
 # --- tokens.jsonl ---

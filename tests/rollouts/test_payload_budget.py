@@ -69,7 +69,7 @@ class BudgetHistory(RuleBasedStateMachine):
         assert self.budget.num_bytes_held == sum(self.held.values())
         used = self.budget.num_bytes_reserved + self.budget.num_bytes_held
         assert used <= self.capacity
-        num_free = self.budget.num_free(self.worst)
+        num_free = self.budget.num_bytes_free // self.worst
         assert used + num_free * self.worst <= self.capacity < used + (num_free + 1) * self.worst
 
 

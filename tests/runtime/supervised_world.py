@@ -112,17 +112,12 @@ class SupervisedWorld:
 
 def scorers(world: SupervisedWorld, **section: float) -> ScorerProcesses:
     config = ScorerSection.model_validate(section)
-    return ScorerProcesses(world.spawn, config, faults=world.faults, listing=world.listing)
+    return ScorerProcesses(world.spawn, world, config)
 
 
 def workers(world: SupervisedWorld, **section: float) -> EnvironmentPool:
     return EnvironmentPool(
-        world.spawn,
-        EpisodesSection.model_validate(section),
-        num_agents=1,
-        tell=world.told.append,
-        faults=world.faults,
-        listing=world.listing,
+        world.spawn, world, EpisodesSection.model_validate(section), num_agents=1, tell=world.told.append
     )
 
 

@@ -27,7 +27,7 @@ from forgeasync.rollouts import (
     StoredRollout,
 )
 from forgeasync.runtime import (
-    CancelledGroup,
+    CANCELLED,
     EndedEpisode,
     EpisodeRequest,
     EpisodeTurns,
@@ -78,7 +78,7 @@ class Generator:
         max_tokens: int,
         seed: int | None,
         repeated: bool,
-    ) -> SampledTurn | CancelledGroup:
+    ) -> SampledTurn | None:
         self.num_asked += 1
         turns = self.turns.setdefault(episode, [])
         number = 0 if after is None else after + 1
@@ -93,7 +93,7 @@ class Generator:
             await asyncio.wait([allowed, dropped], return_when=asyncio.FIRST_COMPLETED)
             dropped.cancel()
             if self.is_dropped.is_set():
-                return CancelledGroup()
+                return None
             turns[number].append(self.number)
             self.num_sampled += 1
         self.in_flight.remove((episode, number))
@@ -116,12 +116,12 @@ class Workers:
         self.seen: dict[EpisodeId, list[int]] = {}
         """The tokens of each attempt that has ended with all its turns."""
 
-    async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
+    async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | None:
         running = asyncio.ensure_future(self._run(request))
         # What has begun in a worker goes on there when nobody waits for it any more.
         return await asyncio.shield(running)
 
-    async def _run(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
+    async def _run(self, request: EpisodeRequest) -> EpisodeOutcome | None:
         turns, seen, after = EpisodeTurns(request, self.losses, limit_s=LIMIT_S), [], None
         self.num_running += 1
         ending, score = Ending.COMPLETED, Score(value=1.0, is_correct=True)
@@ -129,14 +129,14 @@ class Workers:
             for _ in range(NUM_TURNS):
                 asked = TurnRequest(after=after, given_ids=np.zeros(1, np.int32), max_tokens=9, stop=())
                 if (turn := await turns(request.episode, asked)) is None:
-                    return CancelledGroup()
+                    return None
                 after, seen = turn.turn, [*seen, *turn.ids_T.tolist()]
             self.seen[request.episode] = seen
         except EpisodeInterrupted:
             ending, score = Ending.INFRASTRUCTURE, None
         finally:
             self.num_running -= 1
-        agent = AgentOutcome(score=score, num_turns=NUM_TURNS, num_rewritten=0, num_faulty_calls=0)
+        agent = AgentOutcome(score=score, num_turns=NUM_TURNS)
         return EpisodeOutcome(
             ending=ending, agents=(agent,), episode_s=1.0, sampling_s=1.0, attempt=request.episode.attempt
         )
@@ -230,7 +230,7 @@ class World:
         self.dropped.append(replica.number)
         self.generators[replica.number].is_dropped.set()
 
-    async def sample(self) -> SampledGroup | RefusedGroup | CancelledGroup:
+    async def sample(self) -> SampledGroup | RefusedGroup:
         groups = GroupEpisodes(
             self.workers,  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
@@ -379,5 +379,5 @@ async def test_a_group_that_is_given_up_between_two_generators_is_dropped_by_the
         await world.sampled(0, 5)
         world.is_cancelled = True
         world.lose(0)
-        assert isinstance(await world.sampling, CancelledGroup)
+        assert await world.sampling == CANCELLED
     assert world.dropped == [1] and not world.stored

@@ -26,11 +26,11 @@ from forgeasync.rollouts import (
 )
 from forgeasync.runtime import (
     LOCAL_HOST_ID,
-    CancelledGroup,
     EndedEpisode,
     GeneratorActor,
     LocalHost,
     ProcessManager,
+    RefusedGroup,
     start_generators,
 )
 from forgeasync.testing import tiny_config, write_tiny_model
@@ -43,13 +43,13 @@ NUM_SAMPLES = 24
 
 async def _sample(
     actor: GeneratorActor, group_id: int, continued: bytes | None
-) -> tuple[StoredRollout, ...] | CancelledGroup:
+) -> tuple[StoredRollout, ...] | RefusedGroup:
     return await actor.sample_group.call_one(
         group_id, PROMPT, num_samples=NUM_SAMPLES, sampling=SAMPLING, seed=1, continued=continued
     )
 
 
-async def _turn(actor: GeneratorActor, episode: EpisodeId, *, repeated: bool) -> SampledTurn | CancelledGroup:
+async def _turn(actor: GeneratorActor, episode: EpisodeId, *, repeated: bool) -> SampledTurn | None:
     return await actor.continue_episode.call_one(
         episode, None, PROMPT, SAMPLING, max_tokens=140, seed=7, repeated=repeated
     )
@@ -83,7 +83,7 @@ async def _continue_groups(actor: GeneratorActor, host: LocalHost, log: Path) ->
     await actor.cancel_groups.call_one([40])
     await sampling
     logged, stored = list(group_turns(data)), await _sample(actor, 40, data)
-    assert not isinstance(stored, CancelledGroup) and sum(turn.num_tokens for turn in logged) > 0
+    assert not isinstance(stored, RefusedGroup) and sum(turn.num_tokens for turn in logged) > 0
     assert len(stored) == len(logged) == NUM_SAMPLES
     for turn, rollout in zip(logged, stored, strict=True):
         _ids_after(rollout, turn)
@@ -100,7 +100,7 @@ async def _continue_episodes(actor: GeneratorActor, host: LocalHost, log: Path) 
     await actor.drop_episodes.call_one(41)
     await asking
     late = await actor.restore_episodes.call_one(41, keep_group([turn]).data)
-    assert late == CancelledGroup(), "dropped groups do not come back"
+    assert late is None, "dropped groups do not come back"
     episode = replace(episode, group_id=42)
     turn = replace(turn, begun=replace(turn.begun, episode=episode))
     restored = await actor.restore_episodes.call_one(42, keep_group([turn]).data)
@@ -122,8 +122,8 @@ async def test_groups_and_episodes_go_on_from_what_their_host_has_read(tmp_path:
         generators = await start_generators(
             manager, tiny_config(folder), read_model_facts(str(folder)), folder
         )
-        actor = generators.pool.replicas[0].actor
-        log = await actor.in_flight.call_one()
+        (replica,) = generators.pool.replicas
+        actor, log = replica.actor, replica.spawned.in_flight
         assert log is not None and log.is_relative_to(manager.payload_folders[0])
         await _continue_groups(actor, host, log)
         await _continue_episodes(actor, host, log)

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import re
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -15,13 +16,12 @@ from forgeasync.config import SamplingSection, ScorerSection
 from forgeasync.controller import ProblemSet, evaluate
 from forgeasync.environments import Response
 from forgeasync.processes import MemoryPeak
-from forgeasync.rollouts import FinishReason, Score, Task, VerifierCounts, VersionRange
+from forgeasync.rollouts import FinishReason, SampledTurn, Score, Task
 from forgeasync.runtime import (
     GroupScoring,
     ProcessLost,
     ResponseGroups,
     ResponseScoring,
-    SampledResponse,
     ScoredResponses,
     ScoreQueue,
     Unavailable,
@@ -54,13 +54,13 @@ def scores(num: int) -> tuple[Score, ...]:
 
 def scored(*values: float, num_timeouts: int = 0) -> ScoredResponses:
     given = tuple(Score(value=value, is_correct=value >= 2.0) for value in values)
-    return ScoredResponses(scores=given, counts=VerifierCounts(num_timeouts=num_timeouts))
+    return ScoredResponses(scores=given, counts=Counter({"scoring/num_timeouts": num_timeouts}))
 
 
 def pool_of(*calls: Call, is_whole: bool = False, **section: float) -> tuple[ScoreQueue, GroupScoring]:
     """Scorers that are called; with ``is_whole`` by one call for each group."""
     config = ScorerSection(**section)  # type: ignore[arg-type]
-    pool = ScoreQueue(list(calls), config, retry_wait_s=0.0, isolation="walls")
+    pool = ScoreQueue(list(calls), config, retry_wait_s=0.0)
     return pool, GroupScoring(pool, compares=lambda task: is_whole)
 
 
@@ -103,7 +103,7 @@ class Scorers:
             if lost.done():
                 raise ProcessLost(f"scorer {rank} was gone before it answered")
             given = tuple(Score(float(one.text), False) for one in responses)
-            return ScoredResponses(scores=given, counts=VerifierCounts())
+            return ScoredResponses(scores=given, counts=Counter())
 
         return call
 
@@ -215,7 +215,7 @@ class TestGroupScoring:
             (RuntimeError("Traceback\n  line 1\nValueError: deep down"), "in 4 attempts.*ValueError: deep"),
             (scored(1.0), "group 17 has 2 responses, and the scorer gave 1 scores"),
             (scored(1.0, 1.0, 1.0), "group 17 has 2 responses, and the scorer gave 3 scores"),
-            (ScoredResponses(scores=(1.0, math.nan), counts=VerifierCounts()), "1.0, which is not a Score"),
+            (ScoredResponses(scores=(1.0, math.nan), counts=Counter()), "1.0, which is not a Score"),
             (ProcessLost("process 7 was gone"), f"lost its scorer {MAX_LOST} times.*: process 7 was gone"),
             (AWAY, "scorer.max_unavailable_s = 0.1 s: the judge is down"),
         ],
@@ -379,10 +379,16 @@ class Generators:
 
     async def respond(
         self, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection, seed: int
-    ) -> tuple[SampledResponse, ...]:
-        sampled = Response(f"response {seed}", 4, FinishReason.STOP)
-        versions = VersionRange(first=seed, last=seed + 1)
-        return (SampledResponse(response=sampled, versions=versions, ids_T=np.zeros(4, np.int32)),)
+    ) -> tuple[SampledTurn, ...]:
+        turn = SampledTurn(
+            turn=0,
+            ids_T=np.zeros(4, np.int32),
+            text=f"response {seed}",
+            finish_reason=FinishReason.STOP,
+            first_version=seed,
+            version=seed + 1,
+        )
+        return (turn,)
 
 
 async def test_accuracy_is_the_mean_over_all_responses_that_were_scored() -> None:

@@ -1,12 +1,13 @@
 """Which losses are one too many, and kills under load."""
 
+from collections import Counter
 from contextlib import AbstractAsyncContextManager
 from types import SimpleNamespace
 
 import pytest
 
 from forgeasync.environments import Response
-from forgeasync.rollouts import FinishReason, Score, VerifierCounts
+from forgeasync.rollouts import FinishReason, Score
 from forgeasync.runtime import ProcessLost, RestartsFail, ScoredResponses
 from tests.runtime.supervised_world import Process, SupervisedWorld, answers, scorers
 from tests.runtime.supervised_world import started as started_pool
@@ -23,7 +24,7 @@ def started(*, max_restarts: int = 3) -> AbstractAsyncContextManager[SupervisedW
 
     def script(process: Process) -> SimpleNamespace:
         async def score(task: object, responses: object, first: int) -> ScoredResponses:
-            return ScoredResponses(scores=(SCORE,), counts=VerifierCounts())
+            return ScoredResponses(scores=(SCORE,), counts=Counter())
 
         return SimpleNamespace(beat=answers(process), score=Endpoint(score))
 

@@ -112,7 +112,7 @@ def test_the_same_content_is_judged_once_and_the_cache_is_bounded(server: ChatSe
     values, judge = judged(section(server, cache_size=2), "a", "b", "a", "c", "b", "a")
     # "c" pushes "b" out, "b" then "a".
     assert len(server.requests) == 5 and values == [0.5] * 6
-    assert judge.counts.num_judge_cached == 1
+    assert judge.counts["scoring/num_judge_cached"] == 1
     judged(section(server, cache_size=0), "a", "a")
     assert len(server.requests) == 7
 
@@ -123,7 +123,7 @@ async def test_what_decides_a_verdict_decides_the_cache(server: ChatServer) -> N
     async with judging(section(server)) as judge:
         for task in (TASK, moved, other_task, other_answer):
             await judge.score(task, [response()], 0)
-    assert len(server.requests) == 3 and judge.counts.num_judge_cached == 1
+    assert len(server.requests) == 3 and judge.counts["scoring/num_judge_cached"] == 1
     different = ({}, {"model": "b"}, {"highest": 11.0}, {"temperature": 0.5}, {"rubric": "Be brief."})
     judges = [Judge(section(server, **fields)) for fields in different]
     for judge in judges:
@@ -180,7 +180,7 @@ async def test_a_malformed_verdict_is_a_failed_attempt(server: ChatServer) -> No
         for said in ("not JSON", "cut off", r"'judge' \(judge-1 at .*task t1, rollout 0.*no chat completion"):
             with pytest.raises(RewardFailure, match=said):
                 await judge.score(TASK, [response()], 0)
-        assert judge.counts.num_judge_malformed == 3
+        assert judge.counts["scoring/num_judge_malformed"] == 3
         assert (await judge.score(TASK, [response()], 0))[0].value == 0.8
 
 
@@ -192,7 +192,7 @@ async def test_an_endpoint_that_cannot_now_is_asked_later(server: ChatServer, st
             with pytest.raises(RewardUnavailable) as raised:
                 await judge.score(TASK, [response()], 0)
             assert raised.value.retry_after_s == 1.0
-        assert judge.counts.num_judge_down == 2
+        assert judge.counts["scoring/num_judge_down"] == 2
         assert (await judge.score(TASK, [response()], 0))[0].value == 0.8
 
 
@@ -231,7 +231,7 @@ async def test_an_endpoint_that_is_too_slow_costs_no_reward(server: ChatServer) 
         async with judging(section(server, limit_s=0.1)) as judge:
             with pytest.raises(RewardUnavailable, match=r"no answer within limit_s = 0.1 s"):
                 await judge.score(TASK, [response()], 0)
-            assert judge.counts.num_judge_requests == judge.counts.num_judge_down == 1
+            assert judge.counts["scoring/num_judge_requests"] == judge.counts["scoring/num_judge_down"] == 1
     finally:
         released.set()
 
@@ -280,7 +280,7 @@ class TestFence:
     def test_what_is_too_long_is_not_sent_and_counted(self, server: ChatServer) -> None:
         values, judge = judged(section(server, max_response_chars=10), "x" * 11, "x" * 10)
         assert values == [0.0, 0.5] and len(server.requests) == 1
-        assert judge.counts.num_oversized == 1
+        assert judge.counts["scoring/num_oversized"] == 1
 
 
 async def test_a_group_waits_for_a_judge_that_is_down_and_is_scored_later(

@@ -230,7 +230,7 @@ class TestEngine:
         assert fits.value == pytest.approx(reference(model, TASK.prompt, ["1" * room])[0], abs=2e-6)
         assert too_long.status is ScoreStatus.OVERSIZED and too_long.value == 0.0
         assert [step.end for step in too_long.steps] == [room + 1]
-        assert rewards.counts.num_oversized == 1
+        assert rewards.counts["scoring/num_oversized"] == 1
 
     def test_scores_that_are_no_numbers_fail_their_response_alone(
         self, rewards: RunRewards, model: Path
@@ -264,7 +264,7 @@ class TestEngine:
             RewardTimeout, match=r"took longer than 0.5 s \(limit_s\); its process was killed"
         ):
             self.scored(rewards, "1;2")
-        assert rewards.counts.num_killed_rewards == 1
+        assert rewards.counts["scoring/num_killed_rewards"] == 1
         pool._process._section = pool._process._section.model_copy(update={"limit_s": 50.0})
         with pytest.raises(RewardUnavailable, match="its engine is being started again"):
             self.scored(rewards, "1;2")

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,7 +33,6 @@ from forgeasync.rollouts import (
     ScoreStatus,
     Step,
     Task,
-    VerifierCounts,
     as_feedback,
 )
 from forgeasync.runtime import RunRewards
@@ -158,7 +158,7 @@ class TestRewardsOfARun:
         *fine, own_timeout = scored_at_once(rewards, groups)
         assert fine == [(Score(1.0, True),) * 2] * 20
         assert "rollout 1: TimeoutError: the judge did not answer" in str(own_timeout)
-        assert rewards.counts == VerifierCounts()
+        assert rewards.counts == Counter()
 
     @pytest.mark.parametrize(
         ("limit_s", "others"),
@@ -181,7 +181,7 @@ class TestRewardsOfARun:
         assert fine == [(Score(1.0, True),) * len(others)] * len(groups)
         assert isinstance(late, RewardTimeout)
         assert f"task t1, rollout {len(others)}: took longer than {limit_s} s" in str(late)
-        assert rewards.counts == VerifierCounts(num_killed_rewards=num_killed)
+        assert rewards.counts == Counter({"scoring/num_killed_rewards": num_killed})
 
     def test_calls_at_once_are_bounded_and_every_scorer_has_its_share(self, start: Start) -> None:
         source = source_with(own("crowd", max_concurrent=4))

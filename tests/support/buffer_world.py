@@ -130,7 +130,7 @@ class BufferWorld:
 
     def note(self, *events: AnyEvent) -> None:
         """Enter what happened in the buffer into the book, and then ``events``."""
-        for event in (*self.buffer.events.take(), *events):
+        for event in (*self.buffer.take_events(), *events):
             self.events.append(event)
             self.book.apply(event)
 
@@ -220,11 +220,13 @@ class BufferWorld:
     def check_counts(self) -> None:
         """Every submitted prompt is in one place or has come to one end."""
         buffer = self.buffer
+        now = buffer.snapshot()
         num_gone = buffer.num_dropped.total() - buffer.num_reissued
+        num_held = len(now.pending) + buffer.num_in_flight + buffer.num_complete
         assert buffer.num_dropped.total() == self.num_lost_groups
         assert buffer.num_trained == len(self.trained)
-        assert buffer.num_submitted == self._num_tasks
-        assert self._num_tasks == len(self.trained) + num_gone + buffer.num_pending + buffer.num_present
+        assert now.num_submitted == self._num_tasks
+        assert self._num_tasks == len(self.trained) + num_gone + num_held
         assert len({task.task_id for task in self.trained}) == len(self.trained), "trained twice"
         self.note()
         totals = self.book.totals
@@ -232,7 +234,7 @@ class BufferWorld:
         assert totals.num_reissued == buffer.num_reissued and totals.num_submitted == self._num_tasks
         assert totals.num_ended[Place.TRAINED] == buffer.num_trained
         assert totals.num_ended[Place.FILTERED] + totals.num_ended[Place.DROPPED] == num_gone
-        assert len(self.book.open_prompts) == buffer.num_pending + buffer.num_present
+        assert len(self.book.open_prompts) == num_held
 
 
 EXACT = AccountingSection()

@@ -6,6 +6,7 @@ A response's text is its reward, written out, so that a test can follow a reward
 import asyncio
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,22 +36,20 @@ from forgeasync.observability import FaultLog, HeldOutScores, RunDir
 from forgeasync.rollouts import (
     EpisodeOutcome,
     FinishReason,
+    SampledTurn,
     Score,
     StoredRollout,
     Task,
-    VerifierCounts,
-    VersionRange,
 )
 from forgeasync.runtime import (
+    CANCELLED,
     BufferReport,
-    CancelledGroup,
     GroupSampler,
     GroupScoring,
     Proc,
     RefusedGroup,
     ReplicaTable,
     ResponseGroups,
-    SampledResponse,
     ScoredResponses,
     ScoreQueue,
     Teachers,
@@ -153,7 +152,7 @@ class BookedBuffer(Monitor[ReplayBuffer]):
 
     def _note(self) -> None:
         assert self.book is not None
-        for event in self.state.events.take():
+        for event in self.state.take_events():
             self.book.apply(event)
 
 
@@ -260,13 +259,13 @@ class Generators:
         sampling: SamplingSection,
         seed: int,
         on_finished: Callable[[int, Response], None] | None = None,
-    ) -> tuple[StoredRollout, ...] | CancelledGroup | RefusedGroup:
+    ) -> tuple[StoredRollout, ...] | RefusedGroup:
         self.prompts.append(prompt_ids_P.item())
         if self._refuses:
             return RefusedGroup(problem=f"group {group_id} has no experts")
         if group_id in self._endless:
             await self._endless[group_id].wait()
-            return CancelledGroup()
+            return CANCELLED
         version = min(self._fetched)
         rewards = self._rng.normal(0.5, 3.0, num_samples)
         return tuple(
@@ -276,15 +275,19 @@ class Generators:
 
     async def respond(
         self, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection, seed: int
-    ) -> tuple[SampledResponse, ...]:
+    ) -> tuple[SampledTurn, ...]:
         """The prompt's only token is the reward in tenths."""
         self.seeds.append(seed)
         self.sampled_as.append(sampling)
-        response = Response(str(prompt_ids_P.item() / 10), 3, FinishReason.STOP)
-        versions = VersionRange(first=min(self._fetched), last=max(self._fetched))
-        return (
-            SampledResponse(response=response, versions=versions, ids_T=np.zeros(3, np.int32)),
-        ) * num_samples
+        turn = SampledTurn(
+            turn=0,
+            ids_T=np.zeros(3, np.int32),
+            text=str(prompt_ids_P.item() / 10),
+            finish_reason=FinishReason.STOP,
+            first_version=min(self._fetched),
+            version=max(self._fetched),
+        )
+        return (turn,) * num_samples
 
     async def begin_update(self, host: int, manifest: Manifest) -> FetchReport:
         number = self.num_fetches[host]
@@ -345,7 +348,7 @@ async def score_by_text(task: Task, responses: Sequence[Response], first: int) -
     """Reads the reward out of a response; 1 and more are correct."""
     values = [float(response.text) for response in responses]
     scores = tuple(Score(value, value >= 1.0) for value in values)
-    return ScoredResponses(scores=scores, counts=VerifierCounts())
+    return ScoredResponses(scores=scores, counts=Counter())
 
 
 def make_scoring(config: RunConfig) -> GroupScoring:

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -19,10 +20,11 @@ from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.observability import FaultLog, ProcessListFile
 from forgeasync.rollouts import StoredRollout
 from forgeasync.runtime import (
-    CancelledGroup,
+    CANCELLED,
     GeneratorPool,
     GeneratorRouter,
     LocalHost,
+    RefusedGroup,
     ReplicaState,
     Spawned,
     supervised,
@@ -83,7 +85,7 @@ class ScriptedGenerator:
         seed: int | None,
         continued: bytes | None,
         finished: object,
-    ) -> tuple[StoredRollout, ...] | CancelledGroup:
+    ) -> tuple[StoredRollout, ...] | RefusedGroup:
         self._log.append((f"sample {group_id} {prompt_ids_P.tolist()} {seed}", self.number, "begins"))
         self.continued[group_id] = continued
         cancelled = self.running[group_id] = asyncio.Event()
@@ -96,7 +98,7 @@ class ScriptedGenerator:
             ended.cancel()
         del self.running[group_id]
         await self._answering("sample_group")
-        return CancelledGroup() if cancelled.is_set() else ()
+        return CANCELLED if cancelled.is_set() else ()
 
     @endpoint
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:
@@ -219,7 +221,8 @@ async def generators_of(
     config = GeneratorSection(**({"num_replicas": len(hosts)} | section))  # type: ignore[arg-type]
     told: list[str] = []
     faults, listing = FaultLog(tell=told.append), ProcessListFile()
-    pool = GeneratorPool(spawn, config, [by_id[name] for name in hosts], faults=faults, listing=listing)
+    reports = SimpleNamespace(faults=faults, listing=listing)
+    pool = GeneratorPool(spawn, reports, config, [by_id[name] for name in hosts])
     router = GeneratorRouter(pool, timeouts or TimeoutSection(), max_lost_per_group=config.max_lost_per_group)
     world = ReplicaWorld(
         pool=pool, router=router, faults=faults, listing=listing, hosts=list(hosts), told=told

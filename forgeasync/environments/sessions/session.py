@@ -338,11 +338,6 @@ class Session:
         self._finished: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     @property
-    def counted(self) -> Mapping[str, int]:
-        """The counts so far, by name."""
-        return dataclasses.asdict(self.counts)
-
-    @property
     def is_closed(self) -> bool:
         """Whether the session has ended."""
         return self.end is not None

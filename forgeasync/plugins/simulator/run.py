@@ -289,7 +289,7 @@ class RunSimulation:
     def _commit(self, batch: Batch, trainer_wait_share: float) -> None:
         committed = self.buffer.committed(trainer_wait_share=trainer_wait_share)
         # A simulated run has no ledger file; discard the events.
-        self.buffer.events.take()
+        self.buffer.take_events()
         self._held += batch.groups
         for group in committed.lost:
             self._payloads.release(group.group_id)

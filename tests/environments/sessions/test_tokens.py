@@ -76,7 +76,7 @@ async def test_a_conversation_is_one_growing_row_of_tokens(api: Api | None) -> N
         said = [await talk.ask(text) for text in ("2 + 2 =", "sure?", "well", "bye")]
     assert said == ["four", "  no, <5>\n", "", "end"]
     assert session.counts.num_ours == 0 + 1 + 2 + 3
-    assert agent.num_rewritten == 0
+    assert agent.counts["episode/num_rewritten_histories"] == 0
     assert [request.after for request in model.requests] == [None, 0, 1, 2]
     for before, after in zip(model.paths, model.paths[1:], strict=False):
         assert after[: len(before)] == before
@@ -144,7 +144,7 @@ async def test_a_forced_call_is_begun_by_given_tokens_and_sampled_to_its_end(
     turn = agent.turns[0]
     result = {"role": "tool", "tool_call_id": "call_0", "content": "ok"}
     await agent.respond([*turn.messages, result], turn.tools)
-    assert model.requests[1].after == 0 and agent.num_rewritten == 0
+    assert model.requests[1].after == 0 and agent.counts["episode/num_rewritten_histories"] == 0
     assert model.paths[1][: len(model.paths[0])] == model.paths[0]
     first, second = (tokenizer.decode(path).count("set_value") for path in model.paths)
     assert first == second
@@ -189,7 +189,7 @@ async def test_tokens_are_counted_as_a_turn_would_have_them() -> None:
         counts = chat.session.counts
         assert (counts.num_requests, counts.num_turns) == (2, 2)
         assert (counts.num_ours, counts.num_rewritten) == (1, 0)
-    assert (len(model.requests), agent.num_rewritten, agent.num_from_text) == (2, 0, 0)
+    assert len(model.requests) == 2 and not agent.counts.total()
 
 
 # ---- agents that bring their own loop

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -211,12 +212,14 @@ async def test_processes_of_other_calls_live_on_as_long_as_these(hand_time: Hand
     _wait_gone(pids)
 
 
-def ended(*calls_s: float, num_agents: int = 1, **counts: Any) -> EpisodeOutcome:
-    agent = AgentOutcome(
-        score=None, num_turns=1, num_rewritten=0, num_faulty_calls=0, tool_calls_s=calls_s, **counts
-    )
+def ended(*calls_s: float, **calls: int) -> EpisodeOutcome:
     return EpisodeOutcome(
-        ending=Ending.COMPLETED, agents=(agent,) * num_agents, episode_s=1.0, sampling_s=0.5
+        ending=Ending.COMPLETED,
+        agents=(AgentOutcome(score=None, num_turns=1),),
+        episode_s=1.0,
+        sampling_s=0.5,
+        counts=Counter({f"episode/num_tool_calls_{status}": num for status, num in calls.items()}),
+        tool_calls_s=calls_s,
     )
 
 
@@ -224,10 +227,10 @@ def test_calls_are_counted_by_what_came_of_them() -> None:
     episodes = EndedEpisodes()
     assert episodes.metrics()["episode/num_tool_calls_ok"] == 0
     for num in (2, 3):
-        episodes.add([ended(num_agents=2, tool_calls={ToolStatus.OK: num, ToolStatus.TIMEOUT: 1})])
+        episodes.add([ended(ok=num, timeout=1)])
     metrics = episodes.metrics()
-    assert metrics["episode/num_tool_calls_ok"] == 10
-    assert metrics["episode/num_tool_calls_timeout"] == 4
+    assert metrics["episode/num_tool_calls_ok"] == 5
+    assert metrics["episode/num_tool_calls_timeout"] == 2
     assert metrics["episode/num_tool_calls_server_lost"] == 0
     assert not any(key.startswith("episode/tool_call_") for key in metrics), "no call has taken any time"
 

@@ -227,8 +227,8 @@ async def test_a_session_is_an_episode_and_its_feedback_the_score() -> None:
         outcome = await episode
         assert (outcome.ending, outcome.num_turns) == (Ending.COMPLETED, 2)
         assert outcome.agents[0].score == Score(0.75, True)
-        assert outcome.agents[0].num_rewritten == 0
-        assert outcome.agents[0].session_counts["num_requests"] == 2
+        assert outcome.counts["episode/num_rewritten_histories"] == 0
+        assert outcome.counts["session/num_requests"] == 2
         assert outcome.episode_s == 7.0, "an offer takes no time of the episode"
         expected = ENDED_BY_FEEDBACK | {"feedback_sum": 0.75, "num_scored_by_feedback": 1}
         assert counts(world) == expected
