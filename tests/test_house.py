@@ -27,7 +27,7 @@ MAX_CODE = {
     "algorithms": 1008,
     "buffer": 1923,
     "config": 2632,
-    "controller": 4101,
+    "controller": 4102,
     "environments": 6696,
     "generator": 3250,
     "isolation": 2462,
