@@ -33,7 +33,7 @@ MAX_CODE = {
     "isolation": 2462,
     "models": 2554,
     "observability": 2667,
-    "planning": 2271,
+    "planning": 2272,
     "plugins": 4971,
     "rollouts": 2215,
     "runtime": 6335,
