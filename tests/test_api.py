@@ -67,6 +67,7 @@ def test_there_is_no_other_name() -> None:
         # Processes that verify answers read parts of a config, and a run starts many of them.
         ("forgeasync.config.rules, forgeasync.scoring.worker", {"torch", "numpy"}),
         ("forgeasync.plugins.simulator.run", {"torch", "vllm", "monarch"}),
+        ("apps.grpo", {"vllm", "openai"}),
     ],
 )
 def test_what_is_to_start_quickly_loads_nothing_heavy(modules: str, heavy: set[str]) -> None:

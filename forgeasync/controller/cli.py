@@ -205,11 +205,12 @@ def exit_code(run: Callable[[], None]) -> int:
         try:
             run()
         finally:
+            was_refused = isinstance(sys.exc_info()[1], ConfigError)
             _leave_monarch()
             try:
                 end_own_run()
             finally:
-                release_claims()
+                release_claims(was_refused=was_refused)
     except ConfigError as error:
         say_on_stderr(f"refused:\n{error}")
         return EXIT_REFUSED

@@ -211,6 +211,10 @@ class RunLoops(ABC):
                 await self.lifecycle.spiller.until_written(groups)
             await self.lifecycle.free(groups)
 
+    async def finish_archive(self) -> None:
+        """Wait until the published versions are archived; report it if some are left out."""
+        self._report_archive(await self.trainer.flush_archive())
+
     def _report_archive(self, refusal: str | None) -> None:
         if refusal is None:
             self._archive.accepted(self._versions)
@@ -289,6 +293,7 @@ async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -
                 await run.run(manager, control)
                 console.phase(f"writing {run_dir.checkpoints / FINAL}")
                 await export(run.trainer, run_dir.checkpoints.resolve() / FINAL, prepared, run.storage)
+                await run.finish_archive()
                 await run.with_ledger(run.buffer.end())
                 await run.lifecycle.spiller.end()
         except BaseException as error:

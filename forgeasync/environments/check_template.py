@@ -52,6 +52,7 @@ from forgeasync.environments.rendering import (
     num_alike,
 )
 from forgeasync.models import load_tokenizer
+from forgeasync.observability import exit_with
 from forgeasync.rollouts import FinishReason, text_of_ids
 from forgeasync.schema import Problem
 
@@ -522,4 +523,4 @@ def _print(chosen: ChosenRenderer, rows: Sequence[CheckRow]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -139,13 +139,13 @@ class SandboxBackend(ABC):
                 self._region = region
 
             async def start(self, workspace: Path | None) -> None:
-                self._box = await vendor.create(self._region, upload=workspace)
+                self._sandbox = await vendor.create(self._region, upload=workspace)
 
             async def exec(self, command: list[str], *, timeout_s: float) -> fa.ExecResult: ...
             async def read(self, path: str, *, max_bytes: int) -> bytes: ...
             async def write(self, path: str, data: bytes) -> None: ...
             async def close(self) -> None:
-                await self._box.delete()
+                await self._sandbox.delete()
 
     To use it, set ``sandbox: {kind: python, factory: my_package.CloudBox, options: {region: north}}``.
 

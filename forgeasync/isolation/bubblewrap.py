@@ -40,7 +40,7 @@ _SCRATCH_BYTES = 4 * 2**20
 """Size of the scratch folder. matplotlib, which reasoning-gym imports, needs a folder that it can write to;
 an answer cannot write there."""
 _TRIAL_LIMIT_S = 30.0
-_BOX_ID = 1000
+_SANDBOX_ID = 1000
 """User id and group id in a sandbox that an ordinary user starts."""
 _FIRST_OWN_ID, _NUM_OWN_IDS = 2**30, 2**24
 """User ids of sandboxes that root starts on a machine that maps all user ids; no account uses them."""
@@ -87,7 +87,7 @@ root."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoxUser:
+class SandboxUser:
     """User that the processes of a sandbox run as."""
 
     uid: int
@@ -97,7 +97,7 @@ class BoxUser:
     to the one that runs this process."""
 
 
-def choose_user() -> BoxUser:
+def choose_user() -> SandboxUser:
     """Return the user of a new sandbox: a random unused id, or a fixed one if users cannot be changed."""
     capabilities, highest = 0, 0
     if os.geteuid() == 0:
@@ -109,8 +109,8 @@ def choose_user() -> BoxUser:
     for first, count in ((_FIRST_OWN_ID, _NUM_OWN_IDS), (_FIRST_SMALL_ID, _NUM_SMALL_IDS)):
         if can_change_user and highest >= first + count:
             own = first + random.SystemRandom().randrange(count)
-            return BoxUser(uid=own, gid=own, change_user=True)
-    return BoxUser(uid=_BOX_ID, gid=_BOX_ID, change_user=False)
+            return SandboxUser(uid=own, gid=own, change_user=True)
+    return SandboxUser(uid=_SANDBOX_ID, gid=_SANDBOX_ID, change_user=False)
 
 
 def package_root() -> Path:
@@ -205,7 +205,7 @@ def _command(program: str, options: Sequence[str], binds: Sequence[tuple[str, st
     return command
 
 
-def box_command(program: str, section: Bubblewrap, user: BoxUser) -> list[str]:
+def bubblewrap_command(program: str, section: Bubblewrap, user: SandboxUser) -> list[str]:
     """Return the bubblewrap command up to the program; the supervisor mounts writable folders."""
     binds = _binds(python_folders(with_packages=False), section.mounts)
     options = ["--as-pid-1", "--die-with-parent"]
@@ -337,7 +337,7 @@ class BubblewrapBackend(SupervisedBackend):
 
     async def _open(self) -> Connection:
         user = choose_user()
-        command = box_command(find_program(self._section), self._section, user)
+        command = bubblewrap_command(find_program(self._section), self._section, user)
         starting = asyncio.ensure_future(in_thread(Holder, command))
         try:
             holder = await asyncio.shield(starting)
@@ -352,7 +352,7 @@ class BubblewrapBackend(SupervisedBackend):
             "gid": user.gid,
             "change_user": user.change_user,
         }
-        return await Connection.open(settings, limit_s=START_LIMIT_S, end_box=holder.close)
+        return await Connection.open(settings, limit_s=START_LIMIT_S, end_sandbox=holder.close)
 
 
 def _end_unwanted(starting: "asyncio.Future[Holder]") -> None:

@@ -220,9 +220,9 @@ class CallChannel:
 class Connection:
     """Connection to the supervisor of one sandbox; made by ``open``."""
 
-    def __init__(self, control: socket.socket, end_box: Callable[[], None] | None) -> None:
+    def __init__(self, control: socket.socket, end_sandbox: Callable[[], None] | None) -> None:
         self._control = control
-        self._end_box = end_box
+        self._end_sandbox = end_sandbox
         self._lost: dict[int, asyncio.Future[int]] = {}
         self._next_call = 0
         self._one_end = threading.Lock()
@@ -231,19 +231,19 @@ class Connection:
 
     @classmethod
     async def open(
-        cls, settings: Mapping[str, object], *, limit_s: float, end_box: Callable[[], None] | None = None
+        cls, settings: Mapping[str, object], *, limit_s: float, end_sandbox: Callable[[], None] | None = None
     ) -> "Connection":
         """Start a supervisor and wait until it has set up the sandbox.
 
-        ``end_box`` ends the whole sandbox from outside; it is also called if ``open`` fails. Without it, the
-        supervisor itself kills the processes that it can find.
+        ``end_sandbox`` ends the whole sandbox from outside; it is also called if ``open`` fails. Without it,
+        the supervisor itself kills the processes that it can find.
 
         Raises:
             SandboxUnavailable: the sandbox could not be set up, or was not ready within ``limit_s``.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        connection = cls(ours, end_box)
+        connection = cls(ours, end_sandbox)
         try:
             with theirs:
                 await in_thread(launch, settings, theirs)
@@ -352,10 +352,10 @@ class Connection:
         with self._one_end:
             with contextlib.suppress(OSError):
                 self._control.shutdown(socket.SHUT_WR)
-            if self._end_box is None:
+            if self._end_sandbox is None:
                 _wait_for_end(self._control)
             else:
-                self._end_box()
+                self._end_sandbox()
             self._control.close()
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import msgspec
 import yaml
 
+from forgeasync.observability.run_log import exit_with
+
 _LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 _PLACEHOLDER = re.compile(r"<\w+>")
@@ -119,5 +121,11 @@ def _section(topic: Topic) -> str:
     return f"## {topic.heading}\n\n{note}{table}\n"
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Print the page; return the exit code."""
     print(markdown(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main)

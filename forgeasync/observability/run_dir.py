@@ -132,10 +132,14 @@ class RunLock:
         """Mark on everything that this process starts for the run."""
         return self._own.mark
 
-    def release(self) -> None:
-        """Set ``Holder.has_ended`` in the file, and release the lock."""
+    def release(self, *, was_refused: bool = False) -> None:
+        """Set ``Holder.has_ended`` in the file, and release the lock.
+
+        If this start ``was_refused``, the file names the process before it again.
+        """
+        holder = self.before if was_refused and self.before is not None else self._own
         try:
-            _write_holder(self._descriptor, msgspec.structs.replace(self._own, has_ended=True))
+            _write_holder(self._descriptor, msgspec.structs.replace(holder, has_ended=True))
         finally:
             os.close(self._descriptor)
 
@@ -314,15 +318,15 @@ def claimed_marks() -> tuple[str, ...]:
     return tuple(claim.mark for claim in _held.values())
 
 
-def release_claims() -> None:
-    """Release the folders that this process has claimed. Call it at the end of a run.
+def release_claims(*, was_refused: bool = False) -> None:
+    """Release the folders that this process has claimed. Call it at the end of a run, or of a refused start.
 
     If the disk refuses to record that, a line is printed to stderr.
     """
     while _held:
         path, claim = _held.popitem()
         try:
-            claim.release()
+            claim.release(was_refused=was_refused)
         except OSError as error:
             if not is_refusal(error):
                 raise

@@ -84,6 +84,7 @@ def dry_run_report(
         looked_at: Message about the data that were checked, from ``environments.preview_data``.
         gpu_bytes: Memory of a GPU; default ``GPU_GIB``.
     """
+    config = resolve(config, facts)
     is_assumed = _needs_hosts(config)
     if is_assumed:
         config = _on_hosts(config)
@@ -93,7 +94,7 @@ def dry_run_report(
         _processes(config, are_hosts_assumed=is_assumed),
         _mesh(config),
         _parameters(config, facts, counts, shape_from),
-        *(memory_rows(section) for section in memory_plan(resolve(config, facts), facts)),
+        *(memory_rows(section) for section in memory_plan(config, facts)),
         fit_rows(config, facts, gpu_bytes=gpu_bytes or round(GPU_GIB * 2**30)),
         _data(config, looked_at),
         _steps(config, facts),

@@ -199,7 +199,7 @@ class TrainerActor(Actor):
         self._checkpoints: CheckpointWriter | None = None
         self._publications: dict[int, Publication] = {}
         """Versions that are being staged, by slot."""
-        self._flush_archive: Callable[[], None] = lambda: None
+        self._flush_archive: Callable[[], str | None] = lambda: None
         self._memory = MemoryMonitor(with_descendants=True)
         self._owners = PayloadOwners()
 
@@ -448,6 +448,11 @@ class TrainerActor(Actor):
     async def policy_version(self) -> int:
         """Return the version of this rank's weights, once earlier calls have ended."""
         return await self._thread.call(lambda: self._trainer.policy_version)
+
+    @concurrent_endpoint
+    async def flush_archive(self) -> str | None:
+        """Wait until the archive has all versions; return why it leaves out some, if so."""
+        return await self._thread.call(self._flush_archive)
 
     @concurrent_endpoint
     async def save_hf(self, folder: Path, source: Path) -> int:

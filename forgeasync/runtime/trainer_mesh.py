@@ -342,6 +342,13 @@ class TrainerMesh:
         assert len(set(versions)) == 1, "ranks are at different versions"
         return versions[0]
 
+    async def flush_archive(self) -> str | None:
+        """Wait until the archive has all versions; return why a rank leaves out some, if so."""
+        refusals = await self._on_every_rank(
+            lambda actor, _: actor.flush_archive.call_one(), "writing the archive", "train_step_s"
+        )
+        return next(filter(None, refusals), None)
+
     async def save_hf(self, folder: Path, *, source: Path) -> int:
         """Write the weights as a Hugging Face folder; return their version."""
         versions = await self._on_every_rank(

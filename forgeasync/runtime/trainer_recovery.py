@@ -327,6 +327,10 @@ class TrainerRecovery:
         """See ``TrainerMesh``."""
         return await self._call(lambda mesh: mesh.policy_version())
 
+    async def flush_archive(self) -> str | None:
+        """See ``TrainerMesh``."""
+        return await self._call(lambda mesh: mesh.flush_archive())
+
     async def save_hf(self, folder: Path, *, source: Path) -> int:
         """See ``TrainerMesh``."""
         was_there = folder.exists()

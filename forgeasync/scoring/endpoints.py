@@ -23,7 +23,6 @@ from time import time
 from typing import Any, cast
 
 import numpy as np
-import openai
 
 from forgeasync.config import JudgeReward, TeacherEndpoint
 from forgeasync.environments import EndpointModel, open_client
@@ -141,6 +140,9 @@ class EndpointClient:
                 5xx.
             EndpointRefuses: The answer has another error status, or more than ``max_bytes``.
         """
+        # Imported here: the import takes half a second, and only requests need it.
+        import openai
+
         body = bytearray()
         try:
             async with reply as response:

@@ -100,14 +100,15 @@ def _problem_of_judge(reward: JudgeReward, task: Task | None, field: str) -> Pro
     try:
         run_apart(ask)
     except RewardUnavailable as error:
+        # The error has the URL and the model, so the value would say them again.
         remedy = f"must be the URL of a server that answers: {error}"
-        return Problem(field=f"{field}.base_url", value=reward.base_url, remedy=remedy)
+        return Problem(field=f"{field}.base_url", remedy=remedy)
     except MalformedVerdict as error:
         remedy = f"must be a model that answers with the JSON asked for; its verdict {error}"
         return Problem(field=f"{field}.model", value=reward.model, remedy=remedy)
     except ValueError as error:
         # Without a status, the variable of the key is not set.
         if isinstance(error, EndpointRefuses) and error.status not in (401, 403):
-            return Problem(field=f"{field}.model", value=reward.model, remedy=f"was refused: {error}")
+            return Problem(field=f"{field}.model", remedy=f"was refused: {error}")
         return Problem(field=f"{field}.api_key_env", value=reward.api_key_env, remedy=str(error))
     return None

@@ -147,9 +147,10 @@ class ArchiveWriter:
         self._waiting.append((writing, num_bytes))
         return self._refusal
 
-    def flush(self) -> None:
-        """Wait until everything is written that the disk takes."""
+    def flush(self) -> str | None:
+        """Wait until everything is written that the disk takes; return as ``add``."""
         wait([writing for writing, _ in self._waiting])
+        return self._refusal
 
     def _parts(self, version: int, staged: StagedContent, patch: Patch | None) -> list[np.ndarray]:
         sizes = np.full(self._layout.num_blocks, NO_PART) if patch is None else patch.sizes

@@ -117,10 +117,12 @@ class WeightPublisher:
         address = await transport.open(self.staging)
         return StagingSource(host_id=self._host_id, paths=self.buffers.paths, address=address)
 
-    def flush_archive(self) -> None:
-        """Wait until the archive, if there is one, has all versions whose publication has begun."""
-        if self.archive is not None:
-            self.copying.submit(self.archive.flush).result()
+    def flush_archive(self) -> str | None:
+        """Wait until the archive, if there is one, has all versions whose publication has begun.
+
+        Returns why the archive leaves out versions; None if it has all of them.
+        """
+        return None if self.archive is None else self.copying.submit(self.archive.flush).result()
 
     # With gradients enabled, a DTensor would wrap its local tensor.
     @torch.no_grad()

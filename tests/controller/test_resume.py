@@ -147,6 +147,31 @@ def test_a_run_that_ended_in_order_is_no_fault(tmp_path: Path, started: Start) -
     assert not run_dir.faults.exists()
 
 
+REFUSED = """
+import sys
+from pathlib import Path
+from forgeasync.controller import exit_code
+from forgeasync.observability import RunDir
+from forgeasync.schema import ConfigError, Problem
+
+def run():
+    RunDir(path=Path(sys.argv[1])).claim()
+    raise ConfigError([Problem(field="seed", remedy="must be lucky")])
+
+sys.exit(exit_code(run))
+"""
+
+
+def test_a_refused_start_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    run_dir = RunDir(path=tmp_path)
+    run_dir.claim()
+    release_claims()
+    before = run_dir.lock.read_bytes()
+    done = subprocess.run([sys.executable, "-c", REFUSED, str(tmp_path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "refused:\nseed: must be lucky\n")
+    assert run_dir.lock.read_bytes() == before and list(tmp_path.iterdir()) == [run_dir.lock]
+
+
 def test_a_start_of_another_run_removes_the_files_of_a_dead_one_but_not_of_a_live_one(tmp_path: Path) -> None:
     (tmp_path / "dead").mkdir()
     (tmp_path / "live").mkdir()

@@ -219,6 +219,14 @@ async def test_an_archive_that_leaves_out_versions_is_one_fault_until_it_has_all
         assert counts == [(0, 0), (1, 0), (1, 0), (1, 1), (1, 1)]
 
 
+async def test_the_end_of_a_run_reports_versions_that_the_disk_refused_last() -> None:
+    trainer = Trainer()
+    trainer.flush_archive = AsyncMock(return_value="full")  # type: ignore[attr-defined]
+    run = make_run(make_config(), trainer=trainer)
+    await run.finish_archive()
+    assert run.faults.metrics()["faults/detected_storage"] == 1
+
+
 LIVE = FixedSource.LIVE
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from forgeasync.config import load_config
 from forgeasync.plugins.viewer import DEMO_RUN
 from tests.support.app_runs import write_tiny_run
 
@@ -92,7 +93,13 @@ def end_without_reader(*words: object) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "words", [("apps.verify", DEMO_RUN), ("apps.show", DEMO_RUN), ("apps.view", DEMO_RUN, "--status")]
+    "words",
+    [
+        ("apps.verify", DEMO_RUN),
+        ("apps.show", DEMO_RUN),
+        ("apps.view", DEMO_RUN, "--status"),
+        ("forgeasync.observability.metric_definitions",),
+    ],
 )
 def test_apps_end_quietly_if_their_reader_closes_the_pipe(words: tuple[object, ...]) -> None:
     assert end_without_reader(*words) == (141, "")
@@ -101,7 +108,10 @@ def test_apps_end_quietly_if_their_reader_closes_the_pipe(words: tuple[object, .
 @pytest.mark.exhaustive
 def test_tables_of_rich_end_quietly_too(tmp_path: Path) -> None:
     """rich catches the broken pipe and ends the program itself."""
-    assert end_without_reader("apps.grpo", "--config", write_tiny_run(tmp_path), "--dry-run") == (141, "")
+    config = write_tiny_run(tmp_path)
+    assert end_without_reader("apps.grpo", "--config", config, "--dry-run") == (141, "")
+    words = ("--model", load_config(config, []).model.path, "--conversations", "1")
+    assert end_without_reader("forgeasync.environments.check_template", *words) == (141, "")
 
 
 def test_other_broken_pipes_are_errors() -> None:

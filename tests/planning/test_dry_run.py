@@ -4,6 +4,7 @@ import io
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,9 @@ def test_shared_prompts_are_counted_once() -> None:
     assert row("computed tokens", "trainer.share_prefixes=false") == []
     assert row("rows per step", "trainer.share_prefixes=false")[2] == f"<= {-(-192 // (3072 // 160))}"
     assert row("computed tokens", "environment={kind: python_tool}")[2] == f"<= {192 * 160:,}"
+    # Layers with windows share none.
+    windows = load_config(CONFIGS / "tiny_moe_cpu.yaml", overrides)
+    assert "share_prefixes" not in render(windows, replace(SMOLLM2, window=128))
 
 
 def test_keys_of_shared_prompts_take_memory_on_gpus(facts: ModelFacts) -> None:

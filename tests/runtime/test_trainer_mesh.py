@@ -181,6 +181,12 @@ async def test_ranks_that_wait_in_a_collective_for_one_that_has_failed_get_no_ot
     assert [one.num_calls for one in ranks] == [1 if is_stuck else 3] * 2
 
 
+async def test_one_rank_whose_archive_leaves_out_versions_is_enough() -> None:
+    ranks = [RankOf(flush_archive=gives(None)), RankOf(flush_archive=gives("full"))]
+    assert await mesh_of(*ranks).flush_archive() == "full"
+    assert await mesh_of(ranks[0]).flush_archive() is None
+
+
 async def test_rows_of_a_bad_step_are_kept_or_the_reason_is_told(tmp_path: Path) -> None:
     (tmp_path / "bad_steps").touch()
     rank = SimpleNamespace(_bad_steps=tmp_path / "bad_steps", _rank=1)

@@ -338,8 +338,11 @@ class TestBeforeARun:
         self, server: ChatServer, fields: dict[str, object], reply: Reply, field: str, said: str
     ) -> None:
         server.reply = in_turn(reply)
-        ((found, words),) = self.problems(section(server, **fields))
+        judge = section(server, **fields)
+        ((found, words),) = self.problems(judge)
         assert found == f"data.reward.1.{field}" and said in words
+        ours = words.replace(said, "")
+        assert ours.count(judge.base_url) <= 1 and ours.count(judge.model) <= 1
 
     @pytest.mark.parametrize(
         ("fields", "said"),
