@@ -138,11 +138,11 @@ class ConfigReader:
         return self._positive(name, self._raw[name])
 
     def rope_theta(self) -> float:
-        """Read ``rope_theta`` from ``rope_parameters``, where transformers 5 writes it, or the top level."""
+        """Read ``rope_theta`` from the settings of rotary embeddings, or else from the top level."""
         self.ignore("rope_theta")
-        nested = self._rope["rope_parameters"]
-        if "rope_theta" in nested:
-            return self._positive("rope_parameters.rope_theta", nested["rope_theta"])
+        source, scaling = self._rope_scaling()
+        if "rope_theta" in scaling:
+            return self._positive(f"{source}.rope_theta", scaling["rope_theta"])
         if "rope_theta" not in self._raw:
             self.add_problem("lacks rope_theta (or rope_parameters.rope_theta), a positive number")
             return 1.0
@@ -219,8 +219,9 @@ class ConfigReader:
     def partial_rotary_factor(self, default: float) -> float:
         """Read which part of each head is rotated."""
         self.ignore("partial_rotary_factor")
-        for source, prefix in ((self._rope["rope_parameters"], "rope_parameters."), (self._raw, "")):
-            if (value := source.get("partial_rotary_factor")) is not None:
+        source, scaling = self._rope_scaling()
+        for keys, prefix in ((scaling, f"{source}."), (self._raw, "")):
+            if (value := keys.get("partial_rotary_factor")) is not None:
                 return self._positive(f"{prefix}partial_rotary_factor", value)
         return default
 
@@ -297,8 +298,12 @@ def refuse_attention_variants(reader: ConfigReader) -> None:
 
 
 def read_yarn(reader: ConfigReader, *, mscale: float, truncates: bool = True) -> YarnRope:
+    factor = reader.rope_number("factor")
+    if factor < 1.0:
+        # TorchTitan would not scale.
+        reader.add_problem(f"has a factor = {factor} of rotary scaling; must be at least 1")
     return YarnRope(
-        factor=reader.rope_number("factor"),
+        factor=factor,
         beta_fast=reader.rope_number("beta_fast", default=32.0),
         beta_slow=reader.rope_number("beta_slow", default=1.0),
         mscale=mscale,

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
 
 from forgeasync.config import (
     EXPERT_TARGETS,
@@ -14,6 +15,7 @@ from forgeasync.config import (
     RouterBias,
     RoutingReplay,
     RunConfig,
+    YarnRope,
     check_without_model,
     longest_response,
     num_groups_held,
@@ -570,11 +572,17 @@ def _check_model_shape(config: RunConfig, facts: ModelFacts) -> Iterator[Problem
             value=config.sampling.top_k,
             remedy=f"must be at most the model's vocabulary of {facts.vocab_size} tokens; 0 keeps all",
         )
-    if config.model.max_context_length > facts.max_position_embeddings:
+    limits = {"max_position_embeddings": facts.max_position_embeddings}
+    if isinstance(scaling := facts.rope_scaling, YarnRope):
+        # vLLM 0.32 has no cosines of later positions.
+        length = int(scaling.factor * scaling.original_max_position_embeddings)
+        limits["factor * original_max_position_embeddings"] = length
+    name, limit = min(limits.items(), key=itemgetter(1))
+    if config.model.max_context_length > limit:
         yield Problem(
             field="model.max_context_length",
             value=config.model.max_context_length,
-            remedy=f"must be at most the model's max_position_embeddings = {facts.max_position_embeddings}",
+            remedy=f"must be at most the model's {name} = {limit}",
         )
 
 

@@ -101,7 +101,20 @@ def raw_config(variant: str, **changes: object) -> dict[str, object]:
         ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func = 'softmax'.*only 'sigmoid'"),
         ("deepseek_v3", {"topk_method": "greedy"}, r"topk_method = 'greedy'.*only 'noaux_tc'"),
         ("deepseek_v3", {"num_nextn_predict_layers": -1}, r"num_nextn_predict_layers = -1.*expected"),
-        ("glm4_moe", {"head_dim": 33}, r"head_dim = 33 and partial_rotary_factor = 0.5.*must be even"),
+        ("glm4_moe", {"head_dim": 34}, r"rotates 17 of 34 dimensions of a head \(head_dim, partial_rotary"),
+        ("llama", {"head_dim": 33}, r"rotates 33 of 33 dimensions of a head.*must be an even part"),
+        ("deepseek_v3", {"qk_rope_head_dim": 31}, r"rotates 31 of 63 dimensions of a head \(qk_rope"),
+        (
+            "glm4_moe",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2.0}},
+            r"rotates 64 of 32 dimensions",
+        ),
+        (
+            "llama",
+            {"rope_parameters": ..., "rope_scaling": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            r"partial_rotary_factor = 0.5; only 1.0",
+        ),
+        ("gpt_oss", {"rope_parameters": GPT_OSS_SCALING | {"factor": 0.5}}, r"factor = 0.5.*at least 1"),
         ("glm4_moe", {"partial_rotary_factor": ..., "rope_parameters": {}}, r"lacks rope_theta"),
         ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave = False.*only True"),
         ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps = 1e-05.*only 1e-06"),
@@ -185,6 +198,7 @@ def test_keys_that_change_nothing_are_not_read(variant: str, found: dict[str, ob
 
 GLM = parse_model_facts(raw_config("glm4_moe"), "glm")
 DEEPSEEK = parse_model_facts(raw_config("deepseek_v3"), "deepseek")
+YARN = parse_model_facts(raw_config("deepseek_v3_yarn"), "yarn")
 UPDATED_BIAS = {"trainer": {"router_bias": "updated"}}
 
 
@@ -225,6 +239,12 @@ def with_routing(**changes: int) -> ModelFacts:
             DEEPSEEK,
             {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}},
             r"'deepseek_v3' cannot have adapters",
+        ),
+        # vLLM would read cosines of positions that it does not have.
+        (
+            dataclasses.replace(YARN, rope_scaling=dataclasses.replace(YARN.rope_scaling, factor=2.0)),
+            {"model": {"max_context_length": 81}},
+            r"model.max_context_length = 81.*factor \* original_max_position_embeddings = 80",
         ),
         (GLM, {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}}, r"'glm4_moe' cannot have adapters"),
         (GLM, {"generator": {"dtype": "bfloat16"}}, r"must be float32.*'glm4_moe' have float32 biases"),
