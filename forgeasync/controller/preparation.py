@@ -191,8 +191,8 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
 def _untrained(folder: Path, facts: ModelFacts) -> Iterator[str]:
     if names := untrained_tensors(folder, facts):
         yield (
-            f"{len(names)} tensors for multi-token prediction or vision are not trained; exported folders "
-            "have them unchanged"
+            f"{len(names)} tensors for multi-token prediction, vision or rotary frequencies are not trained; "
+            "exported folders have them unchanged"
         )
 
 

@@ -110,6 +110,11 @@ class ConfigReader:
             return 0
         return self.integer(name)
 
+    def require(self, name: str, reason: str) -> None:
+        """Refuse a missing key, with the reason; null is a value."""
+        if name not in self._raw:
+            self.add_problem(f"lacks {name} ({reason})")
+
     def integers(self, keys: Mapping[str, str]) -> dict[str, Any]:
         """Read positive integers under ``keys``, which gives each name's key."""
         return {name: self.integer(key) for name, key in keys.items()}
@@ -137,12 +142,14 @@ class ConfigReader:
             return 1.0
         return self._positive(name, self._raw[name])
 
-    def rope_theta(self) -> float:
+    def rope_theta(self, default: float | None = None) -> float:
         """Read ``rope_theta`` from the settings of rotary embeddings, or else from the top level."""
         self.ignore("rope_theta")
         source, scaling = self._rope_scaling()
         if "rope_theta" in scaling:
             return self._positive(f"{source}.rope_theta", scaling["rope_theta"])
+        if "rope_theta" not in self._raw and default is not None:
+            return default
         if "rope_theta" not in self._raw:
             self.add_problem("lacks rope_theta (or rope_parameters.rope_theta), a positive number")
             return 1.0
@@ -353,8 +360,9 @@ def read_facts(reader: ConfigReader, model_type: str, keys: Mapping[str, str], *
         sizes["num_dense_layers"] = sizes["num_layers"]
     if "tie_word_embeddings" not in own:
         own["tie_word_embeddings"] = reader.boolean("tie_word_embeddings", default=False)
-    theta, eps = reader.rope_theta(), reader.number("rms_norm_eps")
-    return ModelFacts(model_type=model_type, rope_theta=theta, rms_norm_eps=eps, **sizes, **own)
+    if "rope_theta" not in own:
+        own["rope_theta"] = reader.rope_theta()
+    return ModelFacts(model_type=model_type, rms_norm_eps=reader.number("rms_norm_eps"), **sizes, **own)
 
 
 def sizes_of(shape: object, keys: Mapping[str, str]) -> dict[str, object]:
@@ -369,11 +377,16 @@ def read_biased_facts(reader: ConfigReader, model_type: str, **own: Any) -> Mode
         scale=reader.number("routed_scaling_factor"),
         **reader.integers(_ROUTING_KEYS),
     )
+    num_dense_layers, num_layers = reader.count("first_k_dense_replace"), reader.integer("num_hidden_layers")
+    if num_dense_layers >= num_layers:
+        found = f"has first_k_dense_replace = {num_dense_layers}"
+        reader.add_problem(f"{found}; must be less than num_hidden_layers = {num_layers}")
     return read_facts(
         reader,
         model_type,
         BIASED_MOE_KEYS,
-        num_dense_layers=reader.count("first_k_dense_replace"),
+        num_layers=num_layers,
+        num_dense_layers=num_dense_layers,
         num_mtp_layers=reader.num_mtp_layers(),
         routing=routing,
         **own,

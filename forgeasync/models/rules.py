@@ -50,8 +50,11 @@ def expected_shapes(facts: ModelFacts) -> dict[str, Shape]:
 
 
 def is_untrained(name: str, facts: ModelFacts) -> bool:
-    """Return whether a tensor of a checkpoint is exported as it is: of multi-token prediction, of vision."""
-    if name.startswith(FAMILIES[facts.model_type].unused):
+    """Return whether a tensor of a checkpoint is exported as it is.
+
+    These are tensors of multi-token prediction, of vision, and frequencies that Llama 2's files have.
+    """
+    if name.startswith(FAMILIES[facts.model_type].unused) or name.endswith(".rotary_emb.inv_freq"):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and 0 <= int(layer[1]) - facts.num_layers < facts.num_mtp_layers
@@ -235,6 +238,13 @@ def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterato
     if facts.routing is not None:
         sizes["n_shared_experts * moe_intermediate_size"] = facts.shared_hidden_size
     yield from _must_divide("trainer.parallel.tensor", parallel.tensor, sizes)
+    multiple = 16 // BYTES_PER_ELEMENT[config.trainer.dtype]
+    of_experts = {"hidden_size": facts.hidden_size, _expert_size_key(facts): facts.expert_hidden_size}
+    for name, size in of_experts.items():
+        if facts.num_experts and size % multiple:
+            # torch's grouped matrix product needs rows of whole 16 bytes.
+            remedy = f"its config.json has {name} = {size}; must be a multiple of {multiple} for its experts"
+            yield Problem(field="model.path", value=config.model.path, remedy=remedy)
     if parallel.expert > 1 and not facts.num_experts:
         yield Problem(
             field="trainer.parallel.expert",

@@ -100,6 +100,8 @@ def raw_config(variant: str, **changes: object) -> dict[str, object]:
         ("deepseek_v3", {"scoring_func": ...}, r"lacks scoring_func.*'sigmoid'.*softmax to vLLM"),
         ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func = 'softmax'.*only 'sigmoid'"),
         ("deepseek_v3", {"topk_method": "greedy"}, r"topk_method = 'greedy'.*only 'noaux_tc'"),
+        ("deepseek_v3", {"q_lora_rank": ...}, r"lacks q_lora_rank \(absent means 1536 to transformers"),
+        ("deepseek_v3", {"first_k_dense_replace": 3}, r"first_k_dense_replace = 3; must be less than .* = 3"),
         ("deepseek_v3", {"num_nextn_predict_layers": -1}, r"num_nextn_predict_layers = -1.*expected"),
         ("glm4_moe", {"head_dim": 34}, r"rotates 17 of 34 dimensions of a head \(head_dim, partial_rotary"),
         ("llama", {"head_dim": 33}, r"rotates 33 of 33 dimensions of a head.*must be an even part"),
@@ -184,6 +186,7 @@ DENSE = parse_model_facts(raw_config("qwen3"), "dense")
     [
         ("qwen3", {"max_window_layers": 28, "sliding_window": 4096, "use_sliding_window": False}),
         ("qwen3_moe", {"intermediate_size": 6144, "router_aux_loss_coef": 0.001, "rope_scaling": None}),
+        ("llama", {"rope_parameters": ...}),
         ("llama", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}),
         ("kimi_k2", {"aux_loss_alpha": 0.001, "auto_map": {}, "ep_size": 1, "seq_aux": True}),
         ("deepseek_v3", {"moe_layer_freq": 1, "pretraining_tp": 1, "head_dim": 7, "some_option": None}),
@@ -192,8 +195,8 @@ DENSE = parse_model_facts(raw_config("qwen3"), "dense")
 )
 def test_keys_that_change_nothing_are_not_read(variant: str, found: dict[str, object]) -> None:
     """Those that published models have."""
-    raw = raw_config(variant)
-    assert parse_model_facts(raw | found, variant) == parse_model_facts(raw, variant)
+    without = parse_model_facts(raw_config(variant), variant)
+    assert parse_model_facts(raw_config(variant, **found), variant) == without
 
 
 GLM = parse_model_facts(raw_config("glm4_moe"), "glm")
@@ -239,6 +242,16 @@ def with_routing(**changes: int) -> ModelFacts:
             DEEPSEEK,
             {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}},
             r"'deepseek_v3' cannot have adapters",
+        ),
+        (
+            dataclasses.replace(FACTS, hidden_size=66),
+            {},
+            r"model.path = .*hidden_size = 66; must be a multiple of 4 for its experts",
+        ),
+        (
+            dataclasses.replace(GLM, expert_hidden_size=36),
+            {"trainer": {"dtype": "bfloat16"}},
+            r"moe_intermediate_size = 36; must be a multiple of 8",
         ),
         # vLLM would read cosines of positions that it does not have.
         (
@@ -336,7 +349,7 @@ def run_of(folder: Path) -> RunConfig:
 def test_untrained_layers_are_announced_and_others_refused(tmp_path: Path) -> None:
     folder = write_family(tmp_path / "model", "deepseek_v3_yarn")
     (warning,) = prepare(run_of(folder)).warnings
-    assert re.search(r"^4 tensors for multi-token prediction .*not trained.*unchanged", warning)
+    assert re.search(r"^4 tensors for multi-token prediction, .*not trained.*unchanged", warning)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 0}))
     with pytest.raises(ConfigError, match=r"model\.layers\.3\.enorm\.weight.*no place in its config\.json"):
