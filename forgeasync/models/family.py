@@ -56,7 +56,7 @@ class ConfigReader:
     def __init__(self, raw: Mapping[str, object], path: str) -> None:
         self._raw = _Keys(raw)
         self._rope = {name: _Keys(_as_mapping(raw.get(name))) for name in ("rope_parameters", "rope_scaling")}
-        self._path = path
+        self._path, self._place = path, "its config.json"
         self._nested: dict[str, ConfigReader] = {}
         self.problems: list[Problem] = []
 
@@ -78,14 +78,13 @@ class ConfigReader:
     def nested(self, name: str) -> ConfigReader:
         """Return a reader of the object under ``name``, which adds to the same problems."""
         reader = ConfigReader(_as_mapping(self._raw.get(name)), self._path)
-        reader.problems = self.problems
+        reader.problems, reader._place = self.problems, f"{name} of its config.json"
         self._nested[name] = reader
         return reader
 
     def add_problem(self, remedy: str) -> None:
         """Add a problem. ``remedy`` continues the sentence "its config.json ..."."""
-        remedy = f"its config.json {remedy}"
-        self.problems.append(Problem(field="model.path", value=self._path, remedy=remedy))
+        self.problems.append(Problem(field="model.path", value=self._path, remedy=f"{self._place} {remedy}"))
 
     def integer(self, *names: str, default: int | None = None) -> int:
         """Read a positive integer under the first of ``names`` that exists."""
@@ -160,8 +159,8 @@ class ConfigReader:
         source, scaling = self._rope_scaling()
         # Older files have the key rope_scaling.type.
         scaling.seen.add("type")
-        name = next((name for name in ("rope_type", "type") if name in scaling), None)
-        kind = "default" if name is None else scaling[name]
+        name = next((name for name in ("rope_type", "type") if name in scaling), "rope_type")
+        kind = scaling.get(name, "default")
         if kind not in supported:
             expected = " or ".join(map(repr, supported))
             self.add_problem(f"has {source}.{name} = {kind!r}; only {expected} is supported")
@@ -209,10 +208,10 @@ class ConfigReader:
         elif others := sorted({str(kind) for kind in kinds} - {"full_attention", "linear_attention"}):
             expected = "'full_attention' and 'linear_attention'"
             self.add_problem(f"has layer_types with {others[0]!r}; only {expected} are supported")
-        elif "full_attention" in kinds:
-            return tuple(index for index, kind in enumerate(kinds) if kind == "full_attention")
+        elif len(set(kinds)) == 1:
+            self.add_problem(f"has layers with {kinds[0]} only; must have layers of both kinds")
         else:
-            self.add_problem("has no layer with full attention, but rotary embeddings")
+            return tuple(index for index, kind in enumerate(kinds) if kind == "full_attention")
         return ()
 
     def all_full_attention(self) -> None:

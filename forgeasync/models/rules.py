@@ -82,6 +82,9 @@ PAYLOAD_OVERHEAD_BYTES = 1024
 CPU_KV_BLOCK_TOKENS = 128
 """Tokens of a block of the KV cache on CPUs (``CpuPlatform`` of vLLM 0.32)."""
 
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head dimensions of attention on CPUs (``CPUAttentionBackend`` of vLLM 0.32)."""
+
 BYTES_PER_ELEMENT = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2}
 """Bytes of one number of each dtype."""
 
@@ -523,6 +526,13 @@ def check_record_execution(config: RunConfig, facts: ModelFacts) -> Iterator[Pro
             f"generator.max_num_seqs = {generator.max_num_seqs} sequences of model.max_context_length must "
             "fit, so that no cache is computed twice",
         )
+
+
+def check_cpu_engine(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Refuse models that engines on CPUs cannot compute."""
+    if facts.head_dim not in CPU_HEAD_DIMS:
+        remedy = f"has head_dim = {facts.head_dim}; vLLM's CPU build has attention for {CPU_HEAD_DIMS} only"
+        yield Problem(field="model.path", value=config.model.path, remedy=remedy)
 
 
 def check_config(config: RunConfig, model_facts: ModelFacts) -> list[Problem]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+import torch
 from omegaconf import OmegaConf
 from transformers import BertGenerationTokenizer
 
@@ -127,7 +128,12 @@ def raw_config(variant: str, **changes: object) -> dict[str, object]:
         ),
         ("qwen3_5", {"layer_types": ["sliding_attention"] * 5}, r"'sliding_attention'.*'linear_attention'"),
         ("qwen3_5", {"layer_types": ["full_attention"] * 4}, r"layer_types.*expected a list of 5"),
-        ("qwen3_5", {"layer_types": ["linear_attention"] * 5}, r"no layer with full attention"),
+        ("qwen3_5", {"layer_types": ["linear_attention"] * 5}, r"with linear_attention only; must have"),
+        (
+            "qwen3_5",
+            {"layer_types": ["full_attention"] * 5},
+            r"with full_attention only; must have layers of",
+        ),
         ("qwen3_5", {"attn_output_gate": False}, r"attn_output_gate = False.*only True"),
         ("qwen3_5", {"output_gate_type": "sigmoid"}, r"output_gate_type = 'sigmoid'.*only 'silu'"),
         ("qwen3_5", {"linear_num_key_heads": 4}, r"linear_num_key_heads = 4; must divide.* = 6"),
@@ -162,7 +168,11 @@ def raw_config(variant: str, **changes: object) -> dict[str, object]:
             {"rope_parameters": GPT_OSS_SCALING | {"truncate": 0}},
             r"rope_parameters.truncate = 0; expected true or false",
         ),
-        ("qwen3_5_vision", {"tie_word_embeddings": True}, r"tie_word_embeddings = False; only True"),
+        (
+            "qwen3_5_vision",
+            {"tie_word_embeddings": True},
+            r"text_config of its config.json has tie_word_embeddings = False; only True",
+        ),
     ],
 )
 def test_variants_that_the_trainer_has_not(variant: str, changes: dict[str, object], words: str) -> None:
@@ -353,6 +363,17 @@ def test_untrained_layers_are_announced_and_others_refused(tmp_path: Path) -> No
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 0}))
     with pytest.raises(ConfigError, match=r"model\.layers\.3\.enorm\.weight.*no place in its config\.json"):
+        prepare(run_of(folder))
+
+
+def test_heads_that_engines_on_cpus_do_not_have_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    folder = write_family(tmp_path / "model", "llama")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"head_dim": 48}))
+    with pytest.raises(ConfigError, match=r"model\.path = .* has head_dim = 48; vLLM's CPU build .*32, 64,"):
         prepare(run_of(folder))
 
 
