@@ -30,6 +30,7 @@ from forgeasync.config import (
     all_sources,
     check_gpus,
     check_without_model,
+    gpus_per_host,
     is_served,
     named_sets,
     resolve,
@@ -50,6 +51,7 @@ from forgeasync.files import SHARED_MEMORY
 from forgeasync.models import (
     check_checkpoint_shapes,
     check_config,
+    check_cpu_engine,
     load_tokenizer,
     model_folder,
     read_model_facts,
@@ -144,6 +146,7 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     config = with_host_requests(resolve(config, facts), facts)
     resumed = None if resume is None else find_checkpoint(config, facts, resume)
     num_gpus = torch.cuda.device_count()
+    on_hosts = num_gpus if isinstance(config.launcher, LocalLauncher) else gpus_per_host(config.launcher)
     gpu_problems, warnings = check_local_gpus(config, facts)
     # Before check_memory, which counts the memory of the teachers' engines.
     raise_if_any(check_teacher_models(config, facts))
@@ -158,6 +161,7 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
             *check_prerequisites(config.launcher),
             *check_gpus(config, num_gpus, num_of_rewards=len(places_of_rewards(config, num_gpus))),
             *gpu_problems,
+            *(() if on_hosts else check_cpu_engine(config, facts)),
             *(check_host_memory if num_gpus else check_memory)(
                 config, facts, host_bytes=available_host_bytes()
             ),
@@ -191,8 +195,8 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
 def _untrained(folder: Path, facts: ModelFacts) -> Iterator[str]:
     if names := untrained_tensors(folder, facts):
         yield (
-            f"{len(names)} tensors for multi-token prediction or vision are not trained; exported folders "
-            "have them unchanged"
+            f"{len(names)} tensors for multi-token prediction, vision or rotary frequencies are not trained; "
+            "exported folders have them unchanged"
         )
 
 

@@ -26,6 +26,7 @@ from .rules import GATHER_BLOCK_BYTES as GATHER_BLOCK_BYTES
 from .rules import GATHER_COST as GATHER_COST
 from .rules import LOGITS_CHUNK_TOKENS as LOGITS_CHUNK_TOKENS
 from .rules import check_config as check_config
+from .rules import check_cpu_engine as check_cpu_engine
 from .rules import check_generator as check_generator
 from .rules import expected_shapes as expected_shapes
 from .rules import kept_bytes_per_token as kept_bytes_per_token

@@ -41,6 +41,7 @@ _LATENT_KEYS = {
 
 def _read(model_type: str, reader: ConfigReader) -> ModelFacts:
     _refuse_variants(reader)
+    reader.require("q_lora_rank", "absent means 1536 to transformers, and null no latents of queries")
     num_heads = reader.integer("num_attention_heads")
     latent = LatentAttention(
         query_rank=reader.integer("q_lora_rank", default=0), **reader.integers(_LATENT_KEYS)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
+import torch
 from huggingface_hub import (
     get_hf_file_metadata,
     hf_hub_download,
@@ -29,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from forgeasync.config import ModelFacts
 from forgeasync.models.family import ConfigReader, Shape
-from forgeasync.models.hf_folder import logical_shapes
+from forgeasync.models.hf_folder import CheckpointTensors, logical_shapes
 from forgeasync.models.rules import FAMILIES, expected_shapes, is_untrained
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
@@ -41,6 +42,8 @@ HUB_TIMEOUT_S = 5.0
 
 MAX_PROBLEMS = 8
 """Maximum number of tensors to list. With a wrong config.json, thousands of tensors disagree."""
+
+_HEAD = "lm_head.weight"
 
 _HUB_ERRORS = (OSError, HfHubHTTPError, httpx.HTTPError)
 
@@ -87,6 +90,10 @@ def parse_model_facts(raw: Mapping[str, object], path: str) -> ModelFacts:
     facts = families[str(model_type)].read(reader)
     reader.refuse_unread()
     raise_if_any(reader.problems)
+    if facts.rotary_dim % 2 or not 0 < facts.rotary_dim <= facts.head_dim:
+        keys = "head_dim, partial_rotary_factor" if facts.latent is None else "qk_rope_head_dim"
+        rotated = f"rotates {facts.rotary_dim} of {facts.head_dim} dimensions of a head ({keys})"
+        raise _error(path, f"its config.json {rotated}; must be an even part")
     return facts
 
 
@@ -165,7 +172,8 @@ def _error(path: str, remedy: str) -> ConfigError:
 def check_checkpoint_shapes(folder: Path, facts: ModelFacts) -> list[Problem]:
     """Return problems for missing, unexpected and wrongly shaped tensors of a folder.
 
-    Lists at most ``MAX_PROBLEMS``, followed by the number of the others.
+    Also for an output layer that config.json ties to the embedding, if its values are others. Lists at most
+    ``MAX_PROBLEMS``, followed by the number of the others.
     """
     headers: dict[str, Shape] = {}
     problems: list[Problem] = []
@@ -179,7 +187,14 @@ def check_checkpoint_shapes(folder: Path, facts: ModelFacts) -> list[Problem]:
             problems.append(_problem(folder, f"{file.name} is not a readable safetensors file: {error}"))
     if problems:
         return problems
-    return _compare(folder, logical_shapes(headers, expected_shapes(facts)), facts)
+    problems = _compare(folder, logical_shapes(headers, expected_shapes(facts)), facts)
+    if not problems and facts.tie_word_embeddings and _HEAD in headers:
+        tensors, embedding = CheckpointTensors(folder), f"{facts.checkpoint_prefix}embed_tokens.weight"
+        if not torch.equal(tensors[embedding], tensors[_HEAD]):
+            # transformers would use both, and vLLM only the embedding.
+            remedy = f"has tie_word_embeddings = True; must be false: {_HEAD} differs from {embedding}"
+            problems.append(_problem(folder, f"its config.json {remedy}"))
+    return problems
 
 
 def _problem(folder: Path, remedy: str) -> Problem:
@@ -215,7 +230,7 @@ def _compare(folder: Path, found: dict[str, Shape], facts: ModelFacts) -> list[P
         elif found[name] != shape:
             remedies.append(f"tensor {name} has shape {found[name]}, its config.json says {shape}")
     # Some exporters also write a tied output layer. It equals the embedding and is not read.
-    ignored = {"lm_head.weight"} if facts.tie_word_embeddings else set()
+    ignored = {_HEAD} if facts.tie_word_embeddings else set()
     ignored |= {name for name in found if is_untrained(name, facts)}
     for name in sorted(found.keys() - expected.keys() - ignored):
         remedies.append(f"tensor {name} of shape {found[name]} has no place in its config.json")

@@ -56,7 +56,7 @@ class ConfigReader:
     def __init__(self, raw: Mapping[str, object], path: str) -> None:
         self._raw = _Keys(raw)
         self._rope = {name: _Keys(_as_mapping(raw.get(name))) for name in ("rope_parameters", "rope_scaling")}
-        self._path = path
+        self._path, self._place = path, "its config.json"
         self._nested: dict[str, ConfigReader] = {}
         self.problems: list[Problem] = []
 
@@ -78,14 +78,13 @@ class ConfigReader:
     def nested(self, name: str) -> ConfigReader:
         """Return a reader of the object under ``name``, which adds to the same problems."""
         reader = ConfigReader(_as_mapping(self._raw.get(name)), self._path)
-        reader.problems = self.problems
+        reader.problems, reader._place = self.problems, f"{name} of its config.json"
         self._nested[name] = reader
         return reader
 
     def add_problem(self, remedy: str) -> None:
         """Add a problem. ``remedy`` continues the sentence "its config.json ..."."""
-        remedy = f"its config.json {remedy}"
-        self.problems.append(Problem(field="model.path", value=self._path, remedy=remedy))
+        self.problems.append(Problem(field="model.path", value=self._path, remedy=f"{self._place} {remedy}"))
 
     def integer(self, *names: str, default: int | None = None) -> int:
         """Read a positive integer under the first of ``names`` that exists."""
@@ -109,6 +108,11 @@ class ConfigReader:
         if name in self._raw and self._raw[name] == 0 and not isinstance(self._raw[name], bool):
             return 0
         return self.integer(name)
+
+    def require(self, name: str, reason: str) -> None:
+        """Refuse a missing key, with the reason; null is a value."""
+        if name not in self._raw:
+            self.add_problem(f"lacks {name} ({reason})")
 
     def integers(self, keys: Mapping[str, str]) -> dict[str, Any]:
         """Read positive integers under ``keys``, which gives each name's key."""
@@ -137,12 +141,14 @@ class ConfigReader:
             return 1.0
         return self._positive(name, self._raw[name])
 
-    def rope_theta(self) -> float:
-        """Read ``rope_theta`` from ``rope_parameters``, where transformers 5 writes it, or the top level."""
+    def rope_theta(self, default: float | None = None) -> float:
+        """Read ``rope_theta`` from the settings of rotary embeddings, or else from the top level."""
         self.ignore("rope_theta")
-        nested = self._rope["rope_parameters"]
-        if "rope_theta" in nested:
-            return self._positive("rope_parameters.rope_theta", nested["rope_theta"])
+        source, scaling = self._rope_scaling()
+        if "rope_theta" in scaling:
+            return self._positive(f"{source}.rope_theta", scaling["rope_theta"])
+        if "rope_theta" not in self._raw and default is not None:
+            return default
         if "rope_theta" not in self._raw:
             self.add_problem("lacks rope_theta (or rope_parameters.rope_theta), a positive number")
             return 1.0
@@ -153,8 +159,8 @@ class ConfigReader:
         source, scaling = self._rope_scaling()
         # Older files have the key rope_scaling.type.
         scaling.seen.add("type")
-        name = next((name for name in ("rope_type", "type") if name in scaling), None)
-        kind = "default" if name is None else scaling[name]
+        name = next((name for name in ("rope_type", "type") if name in scaling), "rope_type")
+        kind = scaling.get(name, "default")
         if kind not in supported:
             expected = " or ".join(map(repr, supported))
             self.add_problem(f"has {source}.{name} = {kind!r}; only {expected} is supported")
@@ -202,10 +208,10 @@ class ConfigReader:
         elif others := sorted({str(kind) for kind in kinds} - {"full_attention", "linear_attention"}):
             expected = "'full_attention' and 'linear_attention'"
             self.add_problem(f"has layer_types with {others[0]!r}; only {expected} are supported")
-        elif "full_attention" in kinds:
-            return tuple(index for index, kind in enumerate(kinds) if kind == "full_attention")
+        elif len(set(kinds)) == 1:
+            self.add_problem(f"has layers with {kinds[0]} only; must have layers of both kinds")
         else:
-            self.add_problem("has no layer with full attention, but rotary embeddings")
+            return tuple(index for index, kind in enumerate(kinds) if kind == "full_attention")
         return ()
 
     def all_full_attention(self) -> None:
@@ -219,8 +225,9 @@ class ConfigReader:
     def partial_rotary_factor(self, default: float) -> float:
         """Read which part of each head is rotated."""
         self.ignore("partial_rotary_factor")
-        for source, prefix in ((self._rope["rope_parameters"], "rope_parameters."), (self._raw, "")):
-            if (value := source.get("partial_rotary_factor")) is not None:
+        source, scaling = self._rope_scaling()
+        for keys, prefix in ((scaling, f"{source}."), (self._raw, "")):
+            if (value := keys.get("partial_rotary_factor")) is not None:
                 return self._positive(f"{prefix}partial_rotary_factor", value)
         return default
 
@@ -297,8 +304,12 @@ def refuse_attention_variants(reader: ConfigReader) -> None:
 
 
 def read_yarn(reader: ConfigReader, *, mscale: float, truncates: bool = True) -> YarnRope:
+    factor = reader.rope_number("factor")
+    if factor < 1.0:
+        # TorchTitan would not scale.
+        reader.add_problem(f"has a factor = {factor} of rotary scaling; must be at least 1")
     return YarnRope(
-        factor=reader.rope_number("factor"),
+        factor=factor,
         beta_fast=reader.rope_number("beta_fast", default=32.0),
         beta_slow=reader.rope_number("beta_slow", default=1.0),
         mscale=mscale,
@@ -348,8 +359,9 @@ def read_facts(reader: ConfigReader, model_type: str, keys: Mapping[str, str], *
         sizes["num_dense_layers"] = sizes["num_layers"]
     if "tie_word_embeddings" not in own:
         own["tie_word_embeddings"] = reader.boolean("tie_word_embeddings", default=False)
-    theta, eps = reader.rope_theta(), reader.number("rms_norm_eps")
-    return ModelFacts(model_type=model_type, rope_theta=theta, rms_norm_eps=eps, **sizes, **own)
+    if "rope_theta" not in own:
+        own["rope_theta"] = reader.rope_theta()
+    return ModelFacts(model_type=model_type, rms_norm_eps=reader.number("rms_norm_eps"), **sizes, **own)
 
 
 def sizes_of(shape: object, keys: Mapping[str, str]) -> dict[str, object]:
@@ -364,11 +376,16 @@ def read_biased_facts(reader: ConfigReader, model_type: str, **own: Any) -> Mode
         scale=reader.number("routed_scaling_factor"),
         **reader.integers(_ROUTING_KEYS),
     )
+    num_dense_layers, num_layers = reader.count("first_k_dense_replace"), reader.integer("num_hidden_layers")
+    if num_dense_layers >= num_layers:
+        found = f"has first_k_dense_replace = {num_dense_layers}"
+        reader.add_problem(f"{found}; must be less than num_hidden_layers = {num_layers}")
     return read_facts(
         reader,
         model_type,
         BIASED_MOE_KEYS,
-        num_dense_layers=reader.count("first_k_dense_replace"),
+        num_layers=num_layers,
+        num_dense_layers=num_dense_layers,
         num_mtp_layers=reader.num_mtp_layers(),
         routing=routing,
         **own,

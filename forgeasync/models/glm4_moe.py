@@ -29,19 +29,13 @@ if TYPE_CHECKING:
 def _read(reader: ConfigReader) -> ModelFacts:
     refuse_common_variants(reader)
     reader.rope_type("default")
-    facts = read_biased_facts(
+    return read_biased_facts(
         reader,
         "glm4_moe",
         partial_rotary_factor=reader.partial_rotary_factor(default=0.5),
         has_attention_biases=reader.boolean("attention_bias", default=False),
         has_head_norms=reader.boolean("use_qk_norm", default=False),
     )
-    if facts.head_dim * facts.partial_rotary_factor % 2:
-        reader.add_problem(
-            f"has head_dim = {facts.head_dim} and partial_rotary_factor = {facts.partial_rotary_factor}; "
-            "their product must be even"
-        )
-    return facts
 
 
 def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:

@@ -40,6 +40,8 @@ def _read(reader: ConfigReader) -> ModelFacts:
         num_heads=num_heads,
         num_kv_heads=reader.integer("num_key_value_heads", default=num_heads),
         head_dim=reader.integer("head_dim", default=hidden_size // num_heads),
+        # Llama 2's files do not have the key.
+        rope_theta=reader.rope_theta(default=10000.0),
         rope_scaling=_read_scaling(reader),
     )
 

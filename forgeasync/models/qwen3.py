@@ -104,19 +104,16 @@ def _read_text(reader: ConfigReader, model_type: str, is_tied: bool, prefix: str
     reader.only("mamba_ssm_dtype", "float32")
     keys = _GATED_KEYS if "moe" in model_type else DENSE_KEYS
     facts = read_facts(reader, model_type, keys, tie_word_embeddings=is_tied, checkpoint_prefix=prefix)
-    head_dim = facts.head_dim
     linear = LinearAttention(
         **reader.integers(_LINEAR_KEYS),
         full_layers=reader.full_attention_layers(facts.num_layers),
-        rotary_dim=int(head_dim * reader.partial_rotary_factor(default=0.25)),
+        rotary_dim=int(facts.head_dim * reader.partial_rotary_factor(default=0.25)),
     )
     if linear.num_value_heads % linear.num_key_heads:
         reader.add_problem(
             f"has linear_num_key_heads = {linear.num_key_heads}; must divide linear_num_value_heads = "
             f"{linear.num_value_heads}"
         )
-    if linear.rotary_dim % 2 or not 0 < linear.rotary_dim <= head_dim:
-        reader.add_problem(f"rotates {linear.rotary_dim} of {head_dim} dimensions; must be an even part")
     return replace(facts, linear=linear)
 
 

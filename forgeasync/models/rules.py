@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
 
 from forgeasync.config import (
     EXPERT_TARGETS,
@@ -14,6 +15,7 @@ from forgeasync.config import (
     RouterBias,
     RoutingReplay,
     RunConfig,
+    YarnRope,
     check_without_model,
     longest_response,
     num_groups_held,
@@ -48,8 +50,11 @@ def expected_shapes(facts: ModelFacts) -> dict[str, Shape]:
 
 
 def is_untrained(name: str, facts: ModelFacts) -> bool:
-    """Return whether a tensor of a checkpoint is exported as it is: of multi-token prediction, of vision."""
-    if name.startswith(FAMILIES[facts.model_type].unused):
+    """Return whether a tensor of a checkpoint is exported as it is.
+
+    These are tensors of multi-token prediction, of vision, and frequencies that Llama 2's files have.
+    """
+    if name.startswith(FAMILIES[facts.model_type].unused) or name.endswith(".rotary_emb.inv_freq"):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and 0 <= int(layer[1]) - facts.num_layers < facts.num_mtp_layers
@@ -76,6 +81,9 @@ PAYLOAD_OVERHEAD_BYTES = 1024
 
 CPU_KV_BLOCK_TOKENS = 128
 """Tokens of a block of the KV cache on CPUs (``CpuPlatform`` of vLLM 0.32)."""
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head dimensions of attention on CPUs (``CPUAttentionBackend`` of vLLM 0.32)."""
 
 BYTES_PER_ELEMENT = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2}
 """Bytes of one number of each dtype."""
@@ -233,6 +241,13 @@ def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterato
     if facts.routing is not None:
         sizes["n_shared_experts * moe_intermediate_size"] = facts.shared_hidden_size
     yield from _must_divide("trainer.parallel.tensor", parallel.tensor, sizes)
+    multiple = 16 // BYTES_PER_ELEMENT[config.trainer.dtype]
+    of_experts = {"hidden_size": facts.hidden_size, _expert_size_key(facts): facts.expert_hidden_size}
+    for name, size in of_experts.items():
+        if facts.num_experts and size % multiple:
+            # torch's grouped matrix product needs rows of whole 16 bytes.
+            remedy = f"its config.json has {name} = {size}; must be a multiple of {multiple} for its experts"
+            yield Problem(field="model.path", value=config.model.path, remedy=remedy)
     if parallel.expert > 1 and not facts.num_experts:
         yield Problem(
             field="trainer.parallel.expert",
@@ -513,6 +528,13 @@ def check_record_execution(config: RunConfig, facts: ModelFacts) -> Iterator[Pro
         )
 
 
+def check_cpu_engine(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Refuse models that engines on CPUs cannot compute."""
+    if facts.head_dim not in CPU_HEAD_DIMS:
+        remedy = f"has head_dim = {facts.head_dim}; vLLM's CPU build has attention for {CPU_HEAD_DIMS} only"
+        yield Problem(field="model.path", value=config.model.path, remedy=remedy)
+
+
 def check_config(config: RunConfig, model_facts: ModelFacts) -> list[Problem]:
     """Return all problems of training this model with ``config``; empty if there are none."""
     problems = check_without_model(config)
@@ -570,11 +592,17 @@ def _check_model_shape(config: RunConfig, facts: ModelFacts) -> Iterator[Problem
             value=config.sampling.top_k,
             remedy=f"must be at most the model's vocabulary of {facts.vocab_size} tokens; 0 keeps all",
         )
-    if config.model.max_context_length > facts.max_position_embeddings:
+    limits = {"max_position_embeddings": facts.max_position_embeddings}
+    if isinstance(scaling := facts.rope_scaling, YarnRope):
+        # vLLM 0.32 has no cosines of later positions.
+        length = int(scaling.factor * scaling.original_max_position_embeddings)
+        limits["factor * original_max_position_embeddings"] = length
+    name, limit = min(limits.items(), key=itemgetter(1))
+    if config.model.max_context_length > limit:
         yield Problem(
             field="model.max_context_length",
             value=config.model.max_context_length,
-            remedy=f"must be at most the model's max_position_embeddings = {facts.max_position_embeddings}",
+            remedy=f"must be at most the model's {name} = {limit}",
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+import torch
 from omegaconf import OmegaConf
 from transformers import BertGenerationTokenizer
 
@@ -100,8 +101,23 @@ def raw_config(variant: str, **changes: object) -> dict[str, object]:
         ("deepseek_v3", {"scoring_func": ...}, r"lacks scoring_func.*'sigmoid'.*softmax to vLLM"),
         ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func = 'softmax'.*only 'sigmoid'"),
         ("deepseek_v3", {"topk_method": "greedy"}, r"topk_method = 'greedy'.*only 'noaux_tc'"),
+        ("deepseek_v3", {"q_lora_rank": ...}, r"lacks q_lora_rank \(absent means 1536 to transformers"),
+        ("deepseek_v3", {"first_k_dense_replace": 3}, r"first_k_dense_replace = 3; must be less than .* = 3"),
         ("deepseek_v3", {"num_nextn_predict_layers": -1}, r"num_nextn_predict_layers = -1.*expected"),
-        ("glm4_moe", {"head_dim": 33}, r"head_dim = 33 and partial_rotary_factor = 0.5.*must be even"),
+        ("glm4_moe", {"head_dim": 34}, r"rotates 17 of 34 dimensions of a head \(head_dim, partial_rotary"),
+        ("llama", {"head_dim": 33}, r"rotates 33 of 33 dimensions of a head.*must be an even part"),
+        ("deepseek_v3", {"qk_rope_head_dim": 31}, r"rotates 31 of 63 dimensions of a head \(qk_rope"),
+        (
+            "glm4_moe",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2.0}},
+            r"rotates 64 of 32 dimensions",
+        ),
+        (
+            "llama",
+            {"rope_parameters": ..., "rope_scaling": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            r"partial_rotary_factor = 0.5; only 1.0",
+        ),
+        ("gpt_oss", {"rope_parameters": GPT_OSS_SCALING | {"factor": 0.5}}, r"factor = 0.5.*at least 1"),
         ("glm4_moe", {"partial_rotary_factor": ..., "rope_parameters": {}}, r"lacks rope_theta"),
         ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave = False.*only True"),
         ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps = 1e-05.*only 1e-06"),
@@ -112,7 +128,12 @@ def raw_config(variant: str, **changes: object) -> dict[str, object]:
         ),
         ("qwen3_5", {"layer_types": ["sliding_attention"] * 5}, r"'sliding_attention'.*'linear_attention'"),
         ("qwen3_5", {"layer_types": ["full_attention"] * 4}, r"layer_types.*expected a list of 5"),
-        ("qwen3_5", {"layer_types": ["linear_attention"] * 5}, r"no layer with full attention"),
+        ("qwen3_5", {"layer_types": ["linear_attention"] * 5}, r"with linear_attention only; must have"),
+        (
+            "qwen3_5",
+            {"layer_types": ["full_attention"] * 5},
+            r"with full_attention only; must have layers of",
+        ),
         ("qwen3_5", {"attn_output_gate": False}, r"attn_output_gate = False.*only True"),
         ("qwen3_5", {"output_gate_type": "sigmoid"}, r"output_gate_type = 'sigmoid'.*only 'silu'"),
         ("qwen3_5", {"linear_num_key_heads": 4}, r"linear_num_key_heads = 4; must divide.* = 6"),
@@ -147,7 +168,11 @@ def raw_config(variant: str, **changes: object) -> dict[str, object]:
             {"rope_parameters": GPT_OSS_SCALING | {"truncate": 0}},
             r"rope_parameters.truncate = 0; expected true or false",
         ),
-        ("qwen3_5_vision", {"tie_word_embeddings": True}, r"tie_word_embeddings = False; only True"),
+        (
+            "qwen3_5_vision",
+            {"tie_word_embeddings": True},
+            r"text_config of its config.json has tie_word_embeddings = False; only True",
+        ),
     ],
 )
 def test_variants_that_the_trainer_has_not(variant: str, changes: dict[str, object], words: str) -> None:
@@ -171,6 +196,7 @@ DENSE = parse_model_facts(raw_config("qwen3"), "dense")
     [
         ("qwen3", {"max_window_layers": 28, "sliding_window": 4096, "use_sliding_window": False}),
         ("qwen3_moe", {"intermediate_size": 6144, "router_aux_loss_coef": 0.001, "rope_scaling": None}),
+        ("llama", {"rope_parameters": ...}),
         ("llama", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}),
         ("kimi_k2", {"aux_loss_alpha": 0.001, "auto_map": {}, "ep_size": 1, "seq_aux": True}),
         ("deepseek_v3", {"moe_layer_freq": 1, "pretraining_tp": 1, "head_dim": 7, "some_option": None}),
@@ -179,12 +205,13 @@ DENSE = parse_model_facts(raw_config("qwen3"), "dense")
 )
 def test_keys_that_change_nothing_are_not_read(variant: str, found: dict[str, object]) -> None:
     """Those that published models have."""
-    raw = raw_config(variant)
-    assert parse_model_facts(raw | found, variant) == parse_model_facts(raw, variant)
+    without = parse_model_facts(raw_config(variant), variant)
+    assert parse_model_facts(raw_config(variant, **found), variant) == without
 
 
 GLM = parse_model_facts(raw_config("glm4_moe"), "glm")
 DEEPSEEK = parse_model_facts(raw_config("deepseek_v3"), "deepseek")
+YARN = parse_model_facts(raw_config("deepseek_v3_yarn"), "yarn")
 UPDATED_BIAS = {"trainer": {"router_bias": "updated"}}
 
 
@@ -225,6 +252,22 @@ def with_routing(**changes: int) -> ModelFacts:
             DEEPSEEK,
             {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}},
             r"'deepseek_v3' cannot have adapters",
+        ),
+        (
+            dataclasses.replace(FACTS, hidden_size=66),
+            {},
+            r"model.path = .*hidden_size = 66; must be a multiple of 4 for its experts",
+        ),
+        (
+            dataclasses.replace(GLM, expert_hidden_size=36),
+            {"trainer": {"dtype": "bfloat16"}},
+            r"moe_intermediate_size = 36; must be a multiple of 8",
+        ),
+        # vLLM would read cosines of positions that it does not have.
+        (
+            dataclasses.replace(YARN, rope_scaling=dataclasses.replace(YARN.rope_scaling, factor=2.0)),
+            {"model": {"max_context_length": 81}},
+            r"model.max_context_length = 81.*factor \* original_max_position_embeddings = 80",
         ),
         (GLM, {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}}, r"'glm4_moe' cannot have adapters"),
         (GLM, {"generator": {"dtype": "bfloat16"}}, r"must be float32.*'glm4_moe' have float32 biases"),
@@ -316,10 +359,21 @@ def run_of(folder: Path) -> RunConfig:
 def test_untrained_layers_are_announced_and_others_refused(tmp_path: Path) -> None:
     folder = write_family(tmp_path / "model", "deepseek_v3_yarn")
     (warning,) = prepare(run_of(folder)).warnings
-    assert re.search(r"^4 tensors for multi-token prediction .*not trained.*unchanged", warning)
+    assert re.search(r"^4 tensors for multi-token prediction, .*not trained.*unchanged", warning)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 0}))
     with pytest.raises(ConfigError, match=r"model\.layers\.3\.enorm\.weight.*no place in its config\.json"):
+        prepare(run_of(folder))
+
+
+def test_heads_that_engines_on_cpus_do_not_have_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    folder = write_family(tmp_path / "model", "llama")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"head_dim": 48}))
+    with pytest.raises(ConfigError, match=r"model\.path = .* has head_dim = 48; vLLM's CPU build .*32, 64,"):
         prepare(run_of(folder))
 
 

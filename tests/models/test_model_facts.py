@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -9,7 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from forgeasync.models import (
     MAX_PROBLEMS,
@@ -37,8 +38,9 @@ def model_dir(folder: Path, **changes: object) -> Path:
         {},
         {"rope_theta": "absent", "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
         {"num_experts": "absent", "num_local_experts": 8},
+        {"rope_theta": 7.0, "rope_scaling": {"rope_theta": 10000.0, "type": "default"}},
     ],
-    ids=["transformers4", "transformers5-rope", "transformers5-experts"],
+    ids=["transformers4", "transformers5-rope", "transformers5-experts", "settings-of-scaling-first"],
 )
 def test_model_facts_of_a_folder(tmp_path: Path, changes: dict[str, object]) -> None:
     assert read_model_facts(str(model_dir(tmp_path / "model", **changes))) == FACTS
@@ -115,6 +117,18 @@ def test_matching_checkpoint_is_accepted(tmp_path: Path, tied: bool) -> None:
     shapes = expected_shapes(facts)
     assert ("lm_head.weight" in shapes) != tied
     assert check_checkpoint_shapes(write_checkpoint(tmp_path, shapes), facts) == []
+
+
+def test_a_tied_output_layer_with_other_values_is_refused(tmp_path: Path) -> None:
+    """transformers would not tie it, and vLLM would not read it."""
+    facts = dataclasses.replace(FACTS, tie_word_embeddings=True)
+    folder = write_checkpoint(tmp_path, expected_shapes(FACTS))
+    assert check_checkpoint_shapes(folder, facts) == []
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][1, 2] = 1.0
+    save_file(tensors, folder / "model.safetensors")
+    found = only(check_checkpoint_shapes(folder, facts))
+    assert re.search(r"tie_word_embeddings = True; must be false: lm_head.weight differs from model", found)
 
 
 def test_checkpoint_that_disagrees_is_explained(tmp_path: Path) -> None:
