@@ -50,6 +50,10 @@ class EpisodeOver(RuntimeError):
     """The episode has ended or was abandoned, so no further turn is sampled."""
 
 
+class EpisodeCancelled(Exception):
+    """The episode's group was abandoned, because it would have been too old when the episode ended."""
+
+
 class ParseError(ValueError):
     """Raise it to end an episode because the model's output cannot be parsed."""
 
