@@ -23,10 +23,10 @@ from forgeasync.environments.conversation import (
     turn_facts,
 )
 from forgeasync.environments.environment import (
+    Agent,
     ContextFull,
     EpisodeCancelled,
     EpisodeOver,
-    NamedAgent,
     TooManyTurns,
     Turn,
 )
@@ -132,7 +132,7 @@ class AgentRole:
     is_trainable: bool
 
 
-class Participant(NamedAgent):
+class Participant(Agent):
     """Base class of an episode's agents, with their counts for the outcome. Subclasses sample the turns."""
 
     def __init__(

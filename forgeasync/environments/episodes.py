@@ -530,7 +530,9 @@ class Episodes:
     ) -> tuple[object, str | None]:
         """Run the user's method; return its result or error, and the deadline that has passed, if any."""
         # A turn that failed or was abandoned ends the episode.
-        agent: Agent | Agents = agents[0] if self._has_one_agent else Agents(agents)
+        agent: Agent | Agents = (
+            agents[0] if self._has_one_agent else Agents({one.name: one for one in agents})
+        )
         thread: EpisodeThread[object] = EpisodeThread(
             lambda: self._rollout(task, agent, agents), name=where[:60]
         )
