@@ -14,6 +14,7 @@ from .environment import Agent as Agent
 from .environment import Agents as Agents
 from .environment import ContextFull as ContextFull
 from .environment import Environment as Environment
+from .environment import EpisodeCancelled as EpisodeCancelled
 from .environment import EpisodeInterrupted as EpisodeInterrupted
 from .environment import EpisodeOver as EpisodeOver
 from .environment import NoScore as NoScore
@@ -25,7 +26,6 @@ from .environment import Turn as Turn
 from .environment import final_answer as final_answer
 from .environment import response_of as response_of
 from .episodes import EndpointTurns as EndpointTurns
-from .episodes import EpisodeCancelled as EpisodeCancelled
 from .episodes import Episodes as Episodes
 from .episodes import SampleEpisodeTurn as SampleEpisodeTurn
 from .episodes import response_record as response_record

@@ -22,7 +22,14 @@ from forgeasync.environments.conversation import (
     recorded_branches,
     turn_facts,
 )
-from forgeasync.environments.environment import ContextFull, EpisodeOver, NamedAgent, TooManyTurns, Turn
+from forgeasync.environments.environment import (
+    Agent,
+    ContextFull,
+    EpisodeCancelled,
+    EpisodeOver,
+    TooManyTurns,
+    Turn,
+)
 from forgeasync.environments.messages import (
     Message,
     ToolSpec,
@@ -125,7 +132,7 @@ class AgentRole:
     is_trainable: bool
 
 
-class Participant(NamedAgent):
+class Participant(Agent):
     """Base class of an episode's agents, with their counts for the outcome. Subclasses sample the turns."""
 
     def __init__(
@@ -154,11 +161,11 @@ class Participant(NamedAgent):
         self.has_hit_length = False
         """Whether the context had no room for another turn."""
         self.has_hit_max_turns = False
-        self.is_cancelled = False
-        """Whether the group was abandoned during a turn."""
         self.failure: Exception | None = None
-        """Exception that prevented the sampling of a turn. ``EpisodeInterrupted`` ends the episode, any other
-        exception ends the run, even if the environment caught it."""
+        """Exception that prevented the sampling of a turn, even if the environment caught it.
+
+        ``EpisodeInterrupted`` and ``EpisodeCancelled`` end the episode, any other exception ends the run.
+        """
 
     @property
     def tool_limit_s(self) -> float:
@@ -507,7 +514,7 @@ class EpisodeAgent(Participant):
             self.close()
             raise
         if turn is None:
-            self.is_cancelled = True
+            self.failure = EpisodeCancelled()
             self.close()
             raise EpisodeOver("the group of the episode was given up")
         return turn

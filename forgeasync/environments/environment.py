@@ -50,6 +50,10 @@ class EpisodeOver(RuntimeError):
     """The episode has ended or was abandoned, so no further turn is sampled."""
 
 
+class EpisodeCancelled(Exception):
+    """The episode's group was abandoned, because it would have been too old when the episode ended."""
+
+
 class ParseError(ValueError):
     """Raise it to end an episode because the model's output cannot be parsed."""
 
@@ -220,8 +224,8 @@ class Agents:
     Then ``rollout(task, agents)`` calls ``agents.solver.respond(...)`` and ``agents.judge.respond(...)``.
     """
 
-    def __init__(self, agents: "Sequence[NamedAgent]") -> None:
-        self._by_name = {agent.name: agent for agent in agents}
+    def __init__(self, by_name: Mapping[str, Agent]) -> None:
+        self._by_name = by_name
 
     def __getattr__(self, name: str) -> Agent:
         try:
@@ -230,12 +234,6 @@ class Agents:
             raise AttributeError(
                 f"there is no agent {name!r}; agents of the config has {', '.join(self._by_name)}"
             ) from None
-
-
-class NamedAgent(Agent, Protocol):
-    """An agent that knows its name in the config."""
-
-    name: str
 
 
 class Environment(ABC):

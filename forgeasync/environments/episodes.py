@@ -134,11 +134,6 @@ class EpisodeActivity:
 logger = logging.getLogger(__name__)
 
 
-def has_failed(agents: Sequence[Participant]) -> bool:
-    """Whether a turn was abandoned or could not be sampled, which ends the episode."""
-    return any(agent.is_cancelled or agent.failure is not None for agent in agents)
-
-
 def ending_of_episode(
     agents: Sequence[Participant],
     roles: Sequence[AgentRole],
@@ -360,10 +355,6 @@ SampleEpisodeTurn = Callable[[EpisodeId, TurnRequest], Awaitable[SampledTurn | N
 """Samples a turn of the episode with this id; see ``SampleTurn``."""
 
 
-class EpisodeCancelled(Exception):
-    """The episode's group was abandoned, because it would have been too old when the episode ended."""
-
-
 class Episodes:
     """Runs the episodes of one environment."""
 
@@ -438,8 +429,6 @@ class Episodes:
         start_s = self._now_s()
         result, overdue = await self._finish(task, agents, activity, start_s, where)
         for agent in agents:
-            if agent.is_cancelled:
-                raise EpisodeCancelled
             if isinstance(agent.failure, EpisodeInterrupted):
                 # This decides the ending even if the environment caught the exception.
                 result, overdue = agent.failure, None
@@ -561,14 +550,16 @@ class Episodes:
     ) -> tuple[object, str | None]:
         """Run the user's method; return its result or error, and the deadline that has passed, if any."""
         # A turn that failed or was abandoned ends the episode.
-        agent: Agent | Agents = agents[0] if self._has_one_agent else Agents(agents)
+        agent: Agent | Agents = (
+            agents[0] if self._has_one_agent else Agents({one.name: one for one in agents})
+        )
         thread: EpisodeThread[object] = EpisodeThread(
             lambda: self._rollout(task, agent, agents), name=where[:60]
         )
         ended = thread.start()
         overdue = None
         try:
-            while not ended.done() and overdue is None and not has_failed(agents):
+            while not (ended.done() or any(one.failure is not None for one in agents)):
                 due_s, overdue_key = self._next_deadline(activity, start_s)
                 left_s = due_s - self._now_s()
                 if left_s <= 0:

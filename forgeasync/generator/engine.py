@@ -274,7 +274,7 @@ class GeneratorEngine:
             ValueError: A group with this id is in flight, or ``continued`` belongs to another group.
         """
         check_continued(continued, prompt_ids_P, num_samples, sampling)
-        key, group = self.open_group(group_id)
+        group = self.open_group(group_id)
         turns = [self.first_turn(self.new_episode(index)) for index in range(num_samples)]
         for turn in turns:
             turn.trajectory.give(prompt_ids_P)
@@ -285,12 +285,7 @@ class GeneratorEngine:
 
         async def sample(index: int, turn: EngineTurn) -> Rollout:
             await self.sample_turn(
-                turn,
-                group_key=key,
-                group=group,
-                sampling=sampling,
-                max_tokens=sampling.max_response_tokens,
-                seed=seed,
+                turn, group, sampling=sampling, max_tokens=sampling.max_response_tokens, seed=seed
             )
             (rollout,) = self.reader.rollouts([turn])
             if on_finished is not None:
@@ -301,12 +296,12 @@ class GeneratorEngine:
         try:
             return tuple(await asyncio.gather(*tasks))
         except BaseException:
-            self.forget_group(key)
+            self.forget_group(group.key)
             raise
         finally:
             for task in tasks:
                 task.cancel()
-            self.close_group(key)
+            self.close_group(group)
 
     def new_episode(self, sample: int, *, agent: int = 0, attempt: int = 0) -> EngineEpisode:
         """Return an episode without turns; ``sample`` is its index within its group."""
@@ -316,23 +311,22 @@ class GeneratorEngine:
         """Return a turn without tokens that starts a trajectory."""
         return EngineTurn(episode=episode, trajectory=self.reader.new_trajectory())
 
-    def open_group(self, group_id: int | None) -> tuple[int, RunningGroup]:
-        """Open a group that is sampled turn by turn until ``close_group``; return its key and its state.
+    def open_group(self, group_id: int | None) -> RunningGroup:
+        """Open a group that is sampled turn by turn until ``close_group``.
 
-        The key identifies the group in the engine and for ``cancel``. Updates report its progress unless
-        ``group_id`` is None.
+        Updates report its progress unless ``group_id`` is None.
 
         Raises:
             ValueError: A group with this id is in flight.
         """
-        key, group = self._groups.open(group_id)
-        if key >= 0:
-            self._recorder.open_group(key)
-        return key, group
+        group = self._groups.open(group_id)
+        if group.key >= 0:
+            self._recorder.open_group(group.key)
+        return group
 
-    def close_group(self, group_key: int) -> None:
+    def close_group(self, group: RunningGroup) -> None:
         """Close a group; no further turn of it is sampled. Its tokens stay logged until ``forget_group``."""
-        self._groups.close(group_key)
+        self._groups.close(group)
 
     def forget_group(self, group_key: int) -> None:
         """Drop a group from the log, because no other engine will continue it."""
@@ -345,9 +339,8 @@ class GeneratorEngine:
     async def sample_turn(
         self,
         turn: EngineTurn,
-        *,
-        group_key: int,
         group: RunningGroup,
+        *,
         sampling: SamplingSection,
         max_tokens: int,
         seed: int | None,
@@ -360,9 +353,9 @@ class GeneratorEngine:
             GroupCancelled: The group or the episode was cancelled.
         """
         episode = turn.episode
-        with self.busy.running(), doing(State.COMPUTING if group_key >= 0 else State.EVALUATING):
+        with self.busy.running(), doing(State.COMPUTING if group.key >= 0 else State.EVALUATING):
             turn.stop = sampling.stop
-            self.log_turn(turn, group_key)
+            self.log_turn(turn, group)
             self.resume_turn(turn, group, max_tokens=max_tokens)
             while turn.end is None:
                 if group.is_cancelled or episode.is_cancelled:
@@ -375,7 +368,7 @@ class GeneratorEngine:
                     max_tokens=max_tokens - turn.trajectory.num_sampled,
                     seed=part_seed(seed, sample=episode.sample, part=number, agent=episode.agent),
                     arguments={
-                        **request_arguments(group=group_key, sample=episode.sample, episode=episode.number),
+                        **request_arguments(group=group.key, sample=episode.sample, episode=episode.number),
                         PART_ARGUMENT: number,
                         **({} if turn.log_key is None else {TURN_ARGUMENT: turn.log_key}),
                     },
@@ -387,10 +380,10 @@ class GeneratorEngine:
                 self._num_generated_tokens += len(part.token_ids)
                 self._end(turn, self.reader.grow(turn.trajectory, part, request=number, stop=sampling.stop))
 
-    def log_turn(self, turn: EngineTurn, group_key: int) -> None:
+    def log_turn(self, turn: EngineTurn, group: RunningGroup) -> None:
         """Log the beginning of a turn, with the tokens that another engine has sampled of it."""
         if turn.log_key is None:
-            turn.log_key = self._recorder.begin_turn(turn.begun(group_key), turn.restored)
+            turn.log_key = self._recorder.begin_turn(turn.begun(group.key), turn.restored)
 
     def resume_turn(self, turn: EngineTurn, group: RunningGroup, *, max_tokens: int) -> None:
         """Append the tokens that another engine has sampled of a turn, if any."""

@@ -59,8 +59,6 @@ class _OpenEpisode:
 
 @dataclass(slots=True, kw_only=True)
 class _OpenGroup:
-    key: int
-    """Key of the group in the engine."""
     group: RunningGroup
     episodes: dict[EpisodeId, _OpenEpisode] = field(default_factory=dict)
 
@@ -109,12 +107,7 @@ class EngineEpisodes:
         if turn is None:
             turn = tree.begin(self._engine, after, given_ids)
         await self._engine.sample_turn(
-            turn,
-            group_key=opened.key,
-            group=opened.group,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            seed=seed,
+            turn, opened.group, sampling=sampling, max_tokens=max_tokens, seed=seed
         )
         return self._engine.reader.facts(turn)
 
@@ -149,15 +142,15 @@ class EngineEpisodes:
             turn = tree.begin(self._engine, begun.after, begun.given_ids)
             turn.restored, turn.is_claimable = restored, True
             tree.episode.num_requests = max(tree.episode.num_requests, restored.num_parts)
-            self._engine.log_turn(turn, opened.key)
+            self._engine.log_turn(turn, opened.group)
             if restored.ended is not None:
                 turn.stop = () if restored.ended.stop_text is None else (restored.ended.stop_text,)
                 self._engine.resume_turn(turn, opened.group, max_tokens=restored.num_tokens)
 
     def _opened(self, group_id: int) -> _OpenGroup:
         if group_id not in self._groups:
-            key, group = self._engine.open_group(group_id if group_id >= 0 else None)
-            self._groups[group_id] = _OpenGroup(key=key, group=group)
+            group = self._engine.open_group(group_id if group_id >= 0 else None)
+            self._groups[group_id] = _OpenGroup(group=group)
         return self._groups[group_id]
 
     def _tree(self, opened: _OpenGroup, episode: EpisodeId) -> _OpenEpisode:
@@ -177,7 +170,7 @@ class EngineEpisodes:
         for tree in opened.episodes.values():
             if any(turn.end is None for turn in tree.turns):
                 await self._engine.cancel_episode(tree.episode)
-        self._engine.close_group(opened.key)
+        self._engine.close_group(opened.group)
         return tuple(
             self._engine.reader.rollouts(_finished(opened.episodes[episode]))
             if episode in opened.episodes
@@ -190,9 +183,9 @@ class EngineEpisodes:
         self._end(group_id)
         opened = self._groups.pop(group_id, None)
         if opened is not None:
-            await self._engine.cancel([opened.key])
-            self._engine.close_group(opened.key)
-            self._engine.forget_group(opened.key)
+            await self._engine.cancel([opened.group.key])
+            self._engine.close_group(opened.group)
+            self._engine.forget_group(opened.group.key)
 
     async def drop_episode(self, episode: EpisodeId) -> None:
         """Cancel everything in flight for one attempt at an episode and forget it; its group stays open."""

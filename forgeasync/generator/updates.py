@@ -41,10 +41,12 @@ def request_arguments(*, group: int = NO_GROUP, sample: int = 0, episode: int) -
     return {GROUP_ARGUMENT: group, SAMPLE_ARGUMENT: sample, EPISODE_ARGUMENT: episode}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class RunningGroup:
     """State of a group in the engine. The event loop writes it and the engine's thread reads it."""
 
+    key: int
+    """Key of the group in its requests and for ``cancel``: its id, or a negative number without one."""
     num_tokens: int = 0
     """Number of tokens in the group's ended requests."""
     is_cancelled: bool = False
@@ -58,7 +60,7 @@ class Groups:
         self._num_unnamed = 0
         self._cancelled_episodes: set[int] = set()
 
-    def open(self, group_id: int | None) -> tuple[int, RunningGroup]:
+    def open(self, group_id: int | None) -> RunningGroup:
         """Open a group; with None, a group that updates do not report and ``cancel`` cannot name.
 
         Raises:
@@ -71,13 +73,13 @@ class Groups:
             raise ValueError(
                 f"group_id = {group_id}: is being sampled already; groups in flight must have different ids"
             )
-        group = RunningGroup()
+        group = RunningGroup(key=group_id)
         self._groups[group_id] = group
-        return group_id, group
+        return group
 
-    def close(self, key: int) -> None:
+    def close(self, group: RunningGroup) -> None:
         """Close a group, which makes no further request."""
-        del self._groups[key]
+        del self._groups[group.key]
 
     def cancel(self, group_ids: Iterable[int]) -> None:
         """Mark groups as cancelled, ignoring those that have ended (event loop)."""

@@ -26,7 +26,7 @@ from forgeasync.models.glm4_moe import GLM4_MOE
 from forgeasync.models.gpt_oss import GPT_OSS
 from forgeasync.models.llama import LLAMA
 from forgeasync.models.qwen3 import QWEN3, QWEN3_5, QWEN3_MOE
-from forgeasync.schema import Problem
+from forgeasync.schema import Problem, Refusal, refuse
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -200,14 +200,13 @@ def kept_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
     return 4 + 4 * (config.sampling.top_k or facts.vocab_size)
 
 
-def check_nucleus(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+def check_nucleus(config: RunConfig, facts: ModelFacts) -> Iterator[Refusal]:
     """Check that top_p can keep more than one token: the most likely one has at least 1 / vocab_size."""
     top_p = config.sampling.top_p
     if facts.vocab_size > 1 and top_p * facts.vocab_size <= 1.0:
-        yield Problem(
-            field="sampling.top_p",
-            value=top_p,
-            remedy=f"must be greater than 1 / {facts.vocab_size} (the vocabulary): otherwise only the most "
+        yield (
+            "sampling.top_p",
+            f"must be greater than 1 / {facts.vocab_size} (the vocabulary): otherwise only the most "
             "likely token is ever kept, its probability is 1, and it gives no gradient",
         )
 
@@ -227,7 +226,7 @@ def _expert_size_key(facts: ModelFacts) -> str:
     return _config_key(facts, "moe_intermediate_size", "intermediate_size")
 
 
-def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterator[Refusal]:
     """Check that heads, experts and feed-forward networks divide evenly over the trainer's ranks."""
     parallel = config.trainer.parallel
     sizes = {
@@ -247,24 +246,23 @@ def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterato
         if facts.num_experts and size % multiple:
             # torch's grouped matrix product needs rows of whole 16 bytes.
             remedy = f"its config.json has {name} = {size}; must be a multiple of {multiple} for its experts"
-            yield Problem(field="model.path", value=config.model.path, remedy=remedy)
+            yield "model.path", remedy
     if parallel.expert > 1 and not facts.num_experts:
-        yield Problem(
-            field="trainer.parallel.expert",
-            value=parallel.expert,
-            remedy=f"must be 1: a model of model_type {facts.model_type!r} has no experts",
+        yield (
+            "trainer.parallel.expert",
+            f"must be 1: a model of model_type {facts.model_type!r} has no experts",
         )
     experts = {_num_experts_key(facts): facts.num_experts}
     yield from _must_divide("trainer.parallel.expert", parallel.expert, experts)
 
 
-def _must_divide(field: str, value: int, sizes: Mapping[str, int]) -> Iterator[Problem]:
+def _must_divide(field: str, value: int, sizes: Mapping[str, int]) -> Iterator[Refusal]:
     for name, size in sizes.items():
         if size % value:
-            yield Problem(field=field, value=value, remedy=f"must divide the model's {name} = {size}")
+            yield field, f"must divide the model's {name} = {size}"
 
 
-def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator[Refusal]:
     """Check that the model divides evenly over an engine's ranks, and one sequence fits its KV cache."""
     tensor = config.generator.tensor_parallel
     sizes = {"num_attention_heads": facts.num_heads, "intermediate_size": facts.dense_hidden_size}
@@ -276,43 +274,40 @@ def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator
     yield from _must_divide("generator.tensor_parallel", tensor, sizes)
     # vLLM repeats KV heads when there are more ranks than heads.
     if facts.num_kv_heads % tensor and tensor % facts.num_kv_heads:
-        yield Problem(
-            field="generator.tensor_parallel",
-            value=tensor,
-            remedy=f"must divide num_key_value_heads = {facts.num_kv_heads} of the model, or be a multiple",
+        yield (
+            "generator.tensor_parallel",
+            f"must divide num_key_value_heads = {facts.num_kv_heads} of the model, or be a multiple",
         )
     if config.generator.expert_parallel and not (facts.num_experts and tensor > 1):
         reason = "there is one GPU to an engine, generator.tensor_parallel = 1"
         if not facts.num_experts:
             reason = f"a model of model_type {facts.model_type!r} has no experts"
-        yield Problem(field="generator.expert_parallel", value=True, remedy=f"must be false: {reason}")
+        yield "generator.expert_parallel", f"must be false: {reason}"
     keys = config.model.max_context_length * kv_bytes_per_token(config, facts)
     needed_gib = (keys + recurrent_state_bytes(config, facts) + _window_bytes(config, facts)) / 2**30
     if config.generator.kv_cache_gib < needed_gib:
-        yield Problem(
-            field="generator.kv_cache_gib",
-            value=config.generator.kv_cache_gib,
-            remedy=f"must be at least {needed_gib:.3g}, "
+        yield (
+            "generator.kv_cache_gib",
+            f"must be at least {needed_gib:.3g}, "
             f"to hold one sequence of model.max_context_length = {config.model.max_context_length}",
         )
 
 
-def check_sequence_parallelism(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+def check_sequence_parallelism(config: RunConfig, facts: ModelFacts) -> Iterator[Refusal]:
     """Refuse parallel layouts in which TorchTitan's MoE layers compute wrong gradients or fail."""
     parallel = config.trainer.parallel
     if facts.num_experts and parallel.tensor > 1 and parallel.sequence != (parallel.expert > 1):
         # TorchTitan 0.3.0 (partial_dtensor): with sequence but without expert parallelism, the gradient of an
         # MoE layer's input is wrong by tens of percent. With expert but without sequence parallelism, it
         # raises "can not redistribute from S(1) to P(sum)".
-        yield Problem(
-            field="trainer.parallel.sequence",
-            value=parallel.sequence,
-            remedy="with tensor parallelism must be true if trainer.parallel.expert > 1 and false if it is "
+        yield (
+            "trainer.parallel.sequence",
+            "with tensor parallelism must be true if trainer.parallel.expert > 1 and false if it is "
             f"1; it is {parallel.expert}, and TorchTitan's gradients would be wrong",
         )
 
 
-def check_groups_of_experts(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+def check_groups_of_experts(config: RunConfig, facts: ModelFacts) -> Iterator[Refusal]:
     """Check that the sizes of grouped routing are consistent."""
     routing = facts.routing
     if routing is None:
@@ -328,81 +323,76 @@ def check_groups_of_experts(config: RunConfig, facts: ModelFacts) -> Iterator[Pr
         remedy = f"{limited}, groups of {per_group} experts; must hold num_experts_per_tok = {facts.top_k}"
     else:
         return
-    yield Problem(field="model.path", value=config.model.path, remedy=f"its config.json has {remedy}")
+    yield "model.path", f"its config.json has {remedy}"
 
 
-def check_router_bias(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+def check_router_bias(config: RunConfig, facts: ModelFacts) -> Iterator[Refusal]:
     """Check that router biases can be published, and that they are trained only if the model has them."""
     if facts.routing is not None and config.generator.dtype is not Dtype.FLOAT32:
         # All weights are published in one dtype, and vLLM keeps biases in float32. Rounded biases would
         # choose other experts.
-        yield Problem(
-            field="generator.dtype",
-            value=config.generator.dtype.value,
-            remedy=f"must be float32: routers of model_type {facts.model_type!r} have float32 biases",
+        yield (
+            "generator.dtype",
+            f"must be float32: routers of model_type {facts.model_type!r} have float32 biases",
         )
     if config.trainer.router_bias is not RouterBias.UPDATED:
         return
     if facts.routing is None:
-        yield Problem(
-            field="trainer.router_bias",
-            value=config.trainer.router_bias.value,
-            remedy=f"must be frozen: routers of model_type {facts.model_type!r} have no bias that only "
+        yield (
+            "trainer.router_bias",
+            f"must be frozen: routers of model_type {facts.model_type!r} have no bias that only "
             "chooses experts",
         )
     elif config.lora is not None:
-        yield Problem(
-            field="trainer.router_bias",
-            value=config.trainer.router_bias.value,
-            remedy="must be frozen with a lora section: adapters do not carry biases of routers",
+        yield (
+            "trainer.router_bias",
+            "must be frozen with a lora section: adapters do not carry biases of routers",
         )
 
 
-def check_lora_family(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+def check_lora_family(config: RunConfig, facts: ModelFacts) -> Iterator[Refusal]:
     """Refuse adapters for models with shared experts, which adapters do not support."""
     if config.lora is not None and facts.routing is not None:
-        yield Problem(
-            field="lora",
-            remedy=f"must be left out: models of model_type {facts.model_type!r} cannot have adapters",
+        yield (
+            "lora",
+            f"must be left out: models of model_type {facts.model_type!r} cannot have adapters",
+            None,
         )
 
 
-def check_windows(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+def check_windows(config: RunConfig, facts: ModelFacts) -> Iterator[Refusal]:
     """Refuse what does not hold for attention with windows and sinks, and for gpt-oss's experts."""
     if not facts.window:
         return
     if config.trainer.share_prefixes:
-        yield Problem(
-            field="trainer.share_prefixes",
-            value=True,
-            remedy="must be null or false for a model with windows: in trees a token sees its whole past",
+        yield (
+            "trainer.share_prefixes",
+            "must be null or false for a model with windows: in trees a token sees its whole past",
         )
     if config.lora is None:
         return
     if targets := set(config.lora.targets) & set(EXPERT_TARGETS):
-        yield Problem(
-            field="lora.targets",
-            value=sorted(config.lora.targets),
-            remedy=f"must not have {', '.join(sorted(targets))}: experts of model_type {facts.model_type!r} "
+        yield (
+            "lora.targets",
+            f"must not have {', '.join(sorted(targets))}: experts of model_type {facts.model_type!r} "
             "have no adapters",
+            sorted(config.lora.targets),
         )
     if config.trainer.parallel.tensor > 1:
-        yield Problem(
-            field="trainer.parallel.tensor",
-            value=config.trainer.parallel.tensor,
-            remedy="must be 1 with lora: TorchTitan 0.3.0 does not split adapters of layers with biases",
+        yield (
+            "trainer.parallel.tensor",
+            "must be 1 with lora: TorchTitan 0.3.0 does not split adapters of layers with biases",
         )
 
 
-def _must_equal(condition: str, rules: Iterable[tuple[str, object, object, str]]) -> Iterator[Problem]:
+def _must_equal(condition: str, rules: Iterable[tuple[str, object, object, str]]) -> Iterator[Refusal]:
     """Yield a problem for each field whose value is not the wanted one, with the reason."""
     for field, value, wanted, reason in rules:
         if value != wanted:
-            remedy = f"must be {str(wanted).lower()} {condition}: {reason}"
-            yield Problem(field=field, value=value, remedy=remedy)
+            yield field, f"must be {str(wanted).lower()} {condition}: {reason}"
 
 
-def check_linear_attention(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+def check_linear_attention(config: RunConfig, facts: ModelFacts) -> Iterator[Refusal]:
     """Refuse what does not hold for layers with a recurrent state."""
     if facts.linear is None:
         return
@@ -428,10 +418,10 @@ def check_linear_attention(config: RunConfig, facts: ModelFacts) -> Iterator[Pro
     )
     yield from _must_equal("for a model with linear attention", rules)
     if config.lora is not None:
-        yield Problem(field="lora", remedy="must be left out: layers of linear attention have no adapters")
+        yield "lora", "must be left out: layers of linear attention have no adapters", None
 
 
-def check_lora_sharding(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+def check_lora_sharding(config: RunConfig, facts: ModelFacts) -> Iterator[Refusal]:
     """Check that the adapters' rank divides evenly if TorchTitan splits experts over several ranks.
 
     It does so, in equal parts, if there are more ranks than experts.
@@ -446,15 +436,14 @@ def check_lora_sharding(config: RunConfig, facts: ModelFacts) -> Iterator[Proble
     else:
         ranks = shards * parallel.data_replicate
     if ranks > facts.num_experts and config.lora.rank % shards:
-        yield Problem(
-            field="lora.rank",
-            value=config.lora.rank,
-            remedy=f"must be a multiple of {shards}: {ranks} ranks share the model's {facts.num_experts} "
+        yield (
+            "lora.rank",
+            f"must be a multiple of {shards}: {ranks} ranks share the model's {facts.num_experts} "
             f"experts, so that the adapters of each are split over {shards}",
         )
 
 
-def check_fidelity(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+def check_fidelity(config: RunConfig, facts: ModelFacts) -> Iterator[Refusal]:
     """Refuse what adds up in another order than one engine does, if bits have to be equal."""
     if config.fidelity is not Fidelity.BITWISE:
         return
@@ -475,19 +464,17 @@ def check_fidelity(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     )
     yield from _must_equal("with fidelity = 'bitwise'", rules)
     if config.lora is not None:
-        yield Problem(
-            field="lora", remedy="must be left out with fidelity = 'bitwise': its layers have no adapters"
-        )
+        yield "lora", "must be left out with fidelity = 'bitwise': its layers have no adapters", None
     if facts.routing is not None or facts.window:
         remedy = f"has model_type {facts.model_type!r}, which fidelity = 'bitwise' does not support"
-        yield Problem(field="model.path", value=config.model.path, remedy=remedy)
+        yield "model.path", remedy
     elif is_on_gpus and not 32 <= facts.head_dim < 256:
         # From 256 on, vLLM 0.32's attention has other tiles for prompts than for single tokens.
         remedy = f"has head_dim = {facts.head_dim}; must be 32 to 255 with fidelity = 'bitwise' on GPUs"
-        yield Problem(field="model.path", value=config.model.path, remedy=remedy)
+        yield "model.path", remedy
 
 
-def check_record_execution(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+def check_record_execution(config: RunConfig, facts: ModelFacts) -> Iterator[Refusal]:
     """Refuse to record an execution in which something depends on more than the record says."""
     if not config.record_execution:
         return
@@ -513,16 +500,13 @@ def check_record_execution(config: RunConfig, facts: ModelFacts) -> Iterator[Pro
     )
     yield from _must_equal("with record_execution", rules)
     if config.teachers:
-        yield Problem(
-            field="teachers", remedy="must be left out with record_execution: they are not recorded"
-        )
+        yield "teachers", "must be left out with record_execution: they are not recorded", None
     blocks = -(-config.model.max_context_length // CPU_KV_BLOCK_TOKENS) * generator.max_num_seqs + 1
     needed_gib = blocks * CPU_KV_BLOCK_TOKENS * kv_bytes_per_token(config, facts) / 2**30
     if generator.kv_cache_gib < needed_gib:
-        yield Problem(
-            field="generator.kv_cache_gib",
-            value=generator.kv_cache_gib,
-            remedy=f"must be at least {needed_gib:.3g} with record_execution: "
+        yield (
+            "generator.kv_cache_gib",
+            f"must be at least {needed_gib:.3g} with record_execution: "
             f"generator.max_num_seqs = {generator.max_num_seqs} sequences of model.max_context_length must "
             "fit, so that no cache is computed twice",
         )
@@ -532,32 +516,30 @@ def check_cpu_engine(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     """Refuse models that engines on CPUs cannot compute."""
     if facts.head_dim not in CPU_HEAD_DIMS:
         remedy = f"has head_dim = {facts.head_dim}; vLLM's CPU build has attention for {CPU_HEAD_DIMS} only"
-        yield Problem(field="model.path", value=config.model.path, remedy=remedy)
+        yield refuse(config, "model.path", remedy)
 
 
 def check_config(config: RunConfig, model_facts: ModelFacts) -> list[Problem]:
     """Return all problems of training this model with ``config``; empty if there are none."""
-    problems = check_without_model(config)
-    for rule in _MODEL_RULES:
-        problems.extend(rule(config, model_facts))
-    return problems
+    of_model = (refuse(config, *refusal) for rule in _MODEL_RULES for refusal in rule(config, model_facts))
+    return [*check_without_model(config), *of_model]
 
 
 def check_generator(config: RunConfig, facts: ModelFacts) -> list[Problem]:
     """Return all problems of sampling from this model with ``config``, without training it."""
-    return [*_check_model_shape(config, facts), *check_generator_fits_model(config, facts)]
+    rules = (_check_model_shape, check_generator_fits_model)
+    return [refuse(config, *refusal) for rule in rules for refusal in rule(config, facts)]
 
 
-def _check_payload(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+def _check_payload(config: RunConfig, facts: ModelFacts) -> Iterator[Refusal]:
     group_bytes = largest_group_payload_bytes(config, facts)
     num_groups = num_groups_held(config)
     needed_gib = num_groups * group_bytes / 2**30
     if config.payload.capacity_gib < needed_gib:
         sets_are_unbounded = config.sampling.cuts_vocabulary and config.sampling.top_k == 0
-        yield Problem(
-            field="payload.capacity_gib",
-            value=config.payload.capacity_gib,
-            remedy=f"must be at least {needed_gib:.3g}, to hold {_whose(config)} "
+        yield (
+            "payload.capacity_gib",
+            f"must be at least {needed_gib:.3g}, to hold {_whose(config)} "
             f"{num_groups} groups at their largest ({group_bytes / 2**20:.3g} MiB each)"
             + ("; sampling.top_k > 0 would bound the recorded kept sets" if sets_are_unbounded else ""),
         )
@@ -571,26 +553,23 @@ def _whose(config: RunConfig) -> str:
     return f"the {num_steps} steps' between two snapshots (trainer.recovery.snapshot_every_steps)"
 
 
-def _check_model_shape(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+def _check_model_shape(config: RunConfig, facts: ModelFacts) -> Iterator[Refusal]:
     if facts.top_k > facts.num_experts:
-        yield Problem(
-            field="model.path",
-            value=config.model.path,
-            remedy=f"its config.json selects num_experts_per_tok = {facts.top_k} experts; "
+        yield (
+            "model.path",
+            f"its config.json selects num_experts_per_tok = {facts.top_k} experts; "
             f"must be at most {_num_experts_key(facts)} = {facts.num_experts}",
         )
     if facts.num_heads % facts.num_kv_heads:
-        yield Problem(
-            field="model.path",
-            value=config.model.path,
-            remedy=f"its config.json has num_key_value_heads = {facts.num_kv_heads}; "
+        yield (
+            "model.path",
+            f"its config.json has num_key_value_heads = {facts.num_kv_heads}; "
             f"must divide num_attention_heads = {facts.num_heads}",
         )
     if config.sampling.top_k > facts.vocab_size:
-        yield Problem(
-            field="sampling.top_k",
-            value=config.sampling.top_k,
-            remedy=f"must be at most the model's vocabulary of {facts.vocab_size} tokens; 0 keeps all",
+        yield (
+            "sampling.top_k",
+            f"must be at most the model's vocabulary of {facts.vocab_size} tokens; 0 keeps all",
         )
     limits = {"max_position_embeddings": facts.max_position_embeddings}
     if isinstance(scaling := facts.rope_scaling, YarnRope):
@@ -599,14 +578,13 @@ def _check_model_shape(config: RunConfig, facts: ModelFacts) -> Iterator[Problem
         limits["factor * original_max_position_embeddings"] = length
     name, limit = min(limits.items(), key=itemgetter(1))
     if config.model.max_context_length > limit:
-        yield Problem(
-            field="model.max_context_length",
-            value=config.model.max_context_length,
-            remedy=f"must be at most the model's {name} = {limit}",
+        yield (
+            "model.max_context_length",
+            f"must be at most the model's {name} = {limit}",
         )
 
 
-_MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Problem]], ...] = (
+_MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Refusal]], ...] = (
     _check_model_shape,
     check_nucleus,
     check_trainer_divides_model,

@@ -9,6 +9,7 @@ from .batch import training_sequence as training_sequence
 from .batch import whole_response as whole_response
 from .hf_checkpoint import write_folder as write_folder
 from .host_copies import HostCopies as HostCopies
+from .logprobs import Targets as Targets
 from .logprobs import chunked_predictions as chunked_predictions
 from .logprobs import kept_logprobs as kept_logprobs
 from .optimizer import build_optimizer as build_optimizer
@@ -36,7 +37,6 @@ from .hf_checkpoint import CONFIG_FILE as CONFIG_FILE
 from .hf_checkpoint import WEIGHTS_FILE as WEIGHTS_FILE
 from .hf_checkpoint import full_tensors as full_tensors
 from .logprobs import Predictions as Predictions
-from .logprobs import Targets as Targets
 from .lora import GroupedAdapter as GroupedAdapter
 from .lora import LoraExperts as LoraExperts
 from .lora import adapter_parameters as adapter_parameters

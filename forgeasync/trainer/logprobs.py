@@ -123,6 +123,31 @@ class _ShareWithSlices(torch.autograd.Function):
         return total, None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """Tokens to predict and their kept sets (CSR: int64 ``kept_offsets`` [T + 1], int32 ``kept_ids``)."""
+
+    token_ids_T: torch.Tensor
+    """Ids of the tokens, of any integer type."""
+    kept_offsets: torch.Tensor
+    """In page-locked host memory, so that no GPU has to be waited for."""
+    kept_ids: torch.Tensor
+    extra_ids_TK: torch.Tensor | None = None
+    """Ids (int64) whose log-probabilities over the full vocabulary are also returned; None: none."""
+
+    def chunks(self, num_tokens: int) -> Iterator["Targets"]:
+        """Yield the targets in parts of ``num_tokens``, with offsets beside their ids and no extra ids."""
+        bounds = [*self.kept_offsets[::num_tokens].tolist(), len(self.kept_ids)]
+        kept_offsets = self.kept_offsets.to(self.token_ids_T.device, non_blocking=True)
+        for index, token_ids_T in enumerate(self.token_ids_T.split(num_tokens)):
+            start, first, last = index * num_tokens, bounds[index], bounds[index + 1]
+            yield Targets(
+                token_ids_T=token_ids_T,
+                kept_offsets=kept_offsets[start : start + len(token_ids_T) + 1] - first,
+                kept_ids=self.kept_ids[first:last],
+            )
+
+
 class Predictions(NamedTuple):
     """Output of ``LogprobHead``. A tuple, because FSDP2 does not find tensors in dataclasses."""
 
@@ -179,13 +204,10 @@ def kept_logprobs(
 def chunked_predictions(
     hidden_TD: torch.Tensor,
     weight_VD: torch.Tensor,
-    token_ids_T: torch.Tensor,
-    kept_offsets: torch.Tensor,
-    kept_ids: torch.Tensor,
+    targets: Targets,
     temperature: float = 1.0,
     *,
     with_entropies: bool = False,
-    extra_ids_TK: torch.Tensor | None = None,
     chunk_tokens: int = LOGITS_CHUNK_TOKENS,
 ) -> Predictions:
     """Return ``kept_logprobs(hidden @ weight.T, ...)`` in float32 [T] without storing all logits at once.
@@ -198,13 +220,10 @@ def chunked_predictions(
     Args:
         hidden_TD: Hidden states. If ``weight_VD`` is sharded, all of its ranks pass the same ones.
         weight_VD: Weight of the output layer; may be a DTensor sharded over the vocabulary.
-        token_ids_T: See ``kept_logprobs``.
-        kept_offsets: See ``kept_logprobs``; in page-locked host memory, so that no GPU has to be waited for.
-        kept_ids: See ``kept_logprobs``.
+        targets: The tokens with their kept sets, see ``kept_logprobs``, and extra ids.
         temperature: Temperature of sampling, above 0.
         with_entropies: Whether to return the entropies of softmax(logits / temperature) over the same kept
             sets.
-        extra_ids_TK: Ids (int64) at which to return log softmax(logits) over the full vocabulary.
         chunk_tokens: Maximum number of tokens whose logits are in memory at the same time.
     """
     vocabulary = VocabularySlice.of(weight_VD, dim=0)
@@ -214,32 +233,16 @@ def chunked_predictions(
     if isinstance(weight_VD, DTensor):
         wide_TD = vocabulary.share(wide_TD)
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    bounds = [*kept_offsets[::chunk_tokens].tolist(), len(kept_ids)]
-    kept_offsets = kept_offsets.to(hidden_TD.device, non_blocking=True)
-    pieces = []
-    for index, hidden in enumerate(wide_TD.to(hidden_TD.dtype).split(chunk_tokens)):
-        start, first, last = index * chunk_tokens, bounds[index], bounds[index + 1]
-        end = start + len(hidden)
-        pieces.append(
-            again(
-                _chunk_predictions,
-                hidden,
-                weight,
-                token_ids_T[start:end],
-                kept_offsets[start : end + 1] - first,
-                kept_ids[first:last],
-                temperature,
-                vocabulary,
-                with_entropies,
-            )
-        )
+    chunks = wide_TD.to(hidden_TD.dtype).split(chunk_tokens)
+    pieces = [
+        again(_chunk_predictions, hidden, weight, part, temperature, vocabulary, with_entropies)
+        for hidden, part in zip(chunks, targets.chunks(chunk_tokens), strict=True)
+    ]
     logprobs_T = torch.cat([piece.logprobs_T for piece in pieces])
     entropies_T = torch.cat([piece.entropies_T for piece in pieces]) if with_entropies else None
     extra_logprobs_TK = None
-    if extra_ids_TK is not None:
-        parts = zip(
-            wide_TD.to(hidden_TD.dtype).split(chunk_tokens), extra_ids_TK.split(chunk_tokens), strict=True
-        )
+    if targets.extra_ids_TK is not None:
+        parts = zip(chunks, targets.extra_ids_TK.split(chunk_tokens), strict=True)
         extra_logprobs_TK = torch.cat([again(_full_logprobs, *part, weight, vocabulary) for part in parts])
     return Predictions(logprobs_T=logprobs_T, entropies_T=entropies_T, extra_logprobs_TK=extra_logprobs_TK)
 
@@ -247,29 +250,18 @@ def chunked_predictions(
 def _chunk_predictions(
     hidden_TD: torch.Tensor,
     weight: HeadWeight,
-    token_ids_T: torch.Tensor,
-    kept_offsets: torch.Tensor,
-    kept_ids: torch.Tensor,
+    targets: Targets,
     temperature: float,
     vocabulary: VocabularySlice,
     with_entropies: bool,
 ) -> Predictions:
     """Compute log-probabilities before entropies: recomputation for the backward pass stops between them."""
-    if hidden_TD.device.type == "cpu" and _is_gathering_faster(kept_offsets, vocabulary):
-        return _gathered_predictions(
-            hidden_TD,
-            weight,
-            token_ids_T,
-            kept_offsets,
-            kept_ids,
-            temperature,
-            vocabulary,
-            with_entropies,
-        )
+    if hidden_TD.device.type == "cpu" and _is_gathering_faster(targets.kept_offsets, vocabulary):
+        return _gathered_predictions(hidden_TD, weight, targets, temperature, vocabulary, with_entropies)
     # Make the mask before the logits: as pairs of indices, wide sets take more memory than logits do.
-    is_cut_away_Tv = cut_away(kept_offsets, kept_ids, vocabulary)
+    is_cut_away_Tv = cut_away(targets.kept_offsets, targets.kept_ids, vocabulary)
     scaled_Tv = _cut(_scaled(weight.logits(hidden_TD), temperature), is_cut_away_Tv)
-    logprobs_T, log_sums_T = _uncut_logprobs(token_ids_T.long(), vocabulary, scaled_Tv)
+    logprobs_T, log_sums_T = _uncut_logprobs(targets.token_ids_T.long(), vocabulary, scaled_Tv)
     if not with_entropies:
         return Predictions(logprobs_T=logprobs_T, entropies_T=None)
     entropies_T = vocabulary.sum(_slice_entropies(scaled_Tv.detach(), log_sums_T.detach()))
@@ -314,19 +306,17 @@ def _cut(scaled_Tv: torch.Tensor, is_cut_away_Tv: torch.Tensor | None) -> torch.
 def _gathered_predictions(
     hidden_TD: torch.Tensor,
     weight: HeadWeight,
-    token_ids_T: torch.Tensor,
-    kept_offsets: torch.Tensor,
-    kept_ids: torch.Tensor,
+    targets: Targets,
     temperature: float,
     vocabulary: VocabularySlice,
     with_entropies: bool,
 ) -> Predictions:
     """Compute only the kept logits of cut tokens and all logits of the others; return them in order."""
-    widths_T = kept_offsets.diff()
+    widths_T, token_ids_T = targets.kept_offsets.diff(), targets.token_ids_T
     token_C = widths_T.nonzero().squeeze(1)
     token_U = (widths_T == 0).nonzero().squeeze(1)
     cut_N = torch.repeat_interleave(torch.arange(len(token_C), device=widths_T.device), widths_T[token_C])
-    token_N, kept_ids_N = token_C[cut_N], kept_ids.long()
+    token_N, kept_ids_N = token_C[cut_N], targets.kept_ids.long()
     if vocabulary.group is None:
         mine_N, local_ids_N = None, kept_ids_N
     else:
@@ -437,24 +427,3 @@ def _kept_entropies(values_N: torch.Tensor, cut_N: torch.Tensor, log_sums_C: tor
     """Return the entropies [C], from the scaled logits of all kept ids and their tokens' indices."""
     logs_N = values_N - log_sums_C[cut_N]
     return torch.zeros_like(log_sums_C).index_add_(0, cut_N, logs_N.exp().mul_(logs_N)).neg_()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
-    """Tokens to predict and their kept sets (CSR: int64 ``kept_offsets`` [T + 1], int32 ``kept_ids``)."""
-
-    token_ids_T: torch.Tensor
-    kept_offsets: torch.Tensor
-    kept_ids: torch.Tensor
-    extra_ids_TK: torch.Tensor | None = None
-    """Ids (int64) whose log-probabilities over the full vocabulary are also returned; None: none."""
-
-    def chunks(self, num_tokens: int) -> Iterator["Targets"]:
-        """Yield the targets in parts of ``num_tokens``."""
-        for start in range(0, len(self.token_ids_T), num_tokens):
-            offsets = self.kept_offsets[start : start + num_tokens + 1]
-            yield Targets(
-                token_ids_T=self.token_ids_T[start : start + num_tokens],
-                kept_offsets=offsets - offsets[0],
-                kept_ids=self.kept_ids[int(offsets[0]) : int(offsets[-1])],
-            )

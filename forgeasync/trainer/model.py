@@ -69,14 +69,7 @@ class LogprobHead(Linear):
     ) -> Predictions:
         """Return predictions in float32 [T], with entropies if ``with_entropies``."""
         return chunked_predictions(
-            hidden_TD,
-            self.weight,
-            targets.token_ids_T,
-            targets.kept_offsets,
-            targets.kept_ids,
-            temperature,
-            with_entropies=with_entropies,
-            extra_ids_TK=targets.extra_ids_TK,
+            hidden_TD, self.weight, targets, temperature, with_entropies=with_entropies
         )
 
 

@@ -274,7 +274,7 @@ class PolicyTrainer:
         # ones.
         if self._snapshots is not None:
             self._waited_s += self._snapshots.until_written()
-        bad = self._judge.judge([describe_rows(values)], gradients, grad_norm)
+        bad = self._judge.judge(describe_rows(values), gradients, grad_norm)
         metrics |= self._judge.metrics()
         if bad is None and max_fresh_mismatch is not None:
             problem = describe_fresh_mismatch(metrics, max_fresh_mismatch, step=self.policy_version + 1)

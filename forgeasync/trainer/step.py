@@ -315,17 +315,16 @@ class StepJudge:
         if section.on_spike is not None:
             self.spikes = SpikeRule(factor=section.spike_factor, window=section.spike_window)
 
-    def judge(self, problems: Sequence[str | None], gradients: Ranges, grad_norm: float) -> BadStep | None:
+    def judge(self, of_rows: str | None, gradients: Ranges, grad_norm: float) -> BadStep | None:
         """Return what is wrong with a step on any rank, the same on all; None if it may be made. Collective.
 
-        ``problems`` are those of this rank's rows.
+        ``of_rows`` is the problem of this rank's rows, if any.
         """
-        of_row = next((text for text in problems if text is not None), None)
         if math.isfinite(grad_norm):
-            reason = agree_on_problem(of_row, None, None)
+            reason = agree_on_problem(of_rows, None, None)
         else:
             norm = f"the norm of all gradients is {grad_norm}"
-            reason = agree_on_problem(of_row, describe_non_finite(gradients), norm)
+            reason = agree_on_problem(of_rows, describe_non_finite(gradients), norm)
         if reason is not None:
             return BadStep(reason=reason, remedy=self._section.on_nan)
         if self.spikes is None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from forgeasync.trainer import TrainingSequence, titan_config
+from forgeasync.trainer import Targets, TrainingSequence, titan_config
 from tests.support import config_samples
 
 
@@ -34,6 +34,10 @@ def make_case(
         torch.tensor(offsets),
         torch.tensor(ids, dtype=torch.int32),
     )
+
+
+def targets_of(tokens: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor) -> Targets:
+    return Targets(token_ids_T=tokens, kept_offsets=offsets, kept_ids=ids)
 
 
 def reference(

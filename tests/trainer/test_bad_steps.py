@@ -214,7 +214,7 @@ def a_spike_that_one_rank_alone_sees_is_one_for_all(world: World) -> None:
     judge = StepJudge(BadStepsSection(on_spike=OnBadStep.ROLLBACK, spike_factor=2.0, spike_window=WINDOW))
     for _ in range(WINDOW):
         judge.made(1.0)
-    verdict = judge.judge([None], [], 2.0 + dist.get_rank() * 1e-12)
+    verdict = judge.judge(None, [], 2.0 + dist.get_rank() * 1e-12)
     assert verdict is not None and verdict.remedy is OnBadStep.ROLLBACK
     assert "is 2, more than 2" in verdict.reason
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forgeasync.trainer import chunked_predictions
 from forgeasync.trainer import logprobs as logprobs_module
-from tests.support.references import ALWAYS_GATHER, NEVER_GATHER, make_case, reference_entropies
+from tests.support.references import ALWAYS_GATHER, NEVER_GATHER, make_case, reference_entropies, targets_of
 
 
 @settings(deadline=None, max_examples=80)
@@ -47,9 +47,7 @@ def test_entropies_are_the_definitions(
             found = chunked_predictions(
                 logits_TV,
                 torch.eye(vocab_size, dtype=dtype, requires_grad=True),
-                tokens,
-                offsets,
-                ids,
+                targets_of(tokens, offsets, ids),
                 temperature,
                 with_entropies=True,
                 chunk_tokens=chunk_tokens,
@@ -74,7 +72,11 @@ def test_entropies_change_no_bit_of_the_rest(cost: int, monkeypatch: pytest.Monk
     results = []
     for with_entropies in (False, True):
         found = chunked_predictions(
-            hidden_TD, weight_VD, tokens, offsets, ids, with_entropies=with_entropies, chunk_tokens=10
+            hidden_TD,
+            weight_VD,
+            targets_of(tokens, offsets, ids),
+            with_entropies=with_entropies,
+            chunk_tokens=10,
         )
         assert (found.entropies_T is not None) is with_entropies
         gradients = torch.autograd.grad(found.logprobs_T.sum(), (hidden_TD, weight_VD))
@@ -87,5 +89,7 @@ def test_logits_that_are_not_numbers_have_no_entropy() -> None:
     logits_TV, tokens = torch.tensor([[math.nan, 0.0], [1.0, 2.0]]), torch.zeros(2, dtype=torch.int64)
     for kept in ([], [0, 1]):
         offsets, ids = torch.arange(3) * len(kept), torch.tensor(kept * 2, dtype=torch.int32)
-        found = chunked_predictions(logits_TV, torch.eye(2), tokens, offsets, ids, with_entropies=True)
+        found = chunked_predictions(
+            logits_TV, torch.eye(2), targets_of(tokens, offsets, ids), with_entropies=True
+        )
         assert found.entropies_T is not None and found.entropies_T.isnan().tolist() == [True, False]

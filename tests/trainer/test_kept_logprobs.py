@@ -16,7 +16,7 @@ from forgeasync.trainer import Predictions, chunked_predictions, head_weight, ke
 from forgeasync.trainer import logprobs as logprobs_module
 from tests.support.live_tensors import LiveTensors
 from tests.support.processes import run_ranks
-from tests.support.references import ALWAYS_GATHER, NEVER_GATHER, make_case, reference
+from tests.support.references import ALWAYS_GATHER, NEVER_GATHER, make_case, reference, targets_of
 from tests.support.trainers import whole
 
 
@@ -62,7 +62,9 @@ def test_no_tokens_at_all_still_have_gradients() -> None:
     hidden = torch.zeros(0, 8, requires_grad=True)
     weight = torch.randn(16, 8, requires_grad=True)
     empty = torch.empty(0, dtype=torch.int64)
-    logprobs = chunked_predictions(hidden, weight, empty, torch.zeros(1, dtype=torch.int64), empty).logprobs_T
+    logprobs = chunked_predictions(
+        hidden, weight, targets_of(empty, torch.zeros(1, dtype=torch.int64), empty)
+    ).logprobs_T
     logprobs.sum().backward()
     assert logprobs.shape == (0,) and (weight.grad == 0).all()
 
@@ -81,7 +83,9 @@ def test_a_single_kept_token_has_logprob_and_gradient_exactly_zero(
         (torch.randn(size) * 30).to(dtype).requires_grad_() for size, dtype in zip(sizes, dtypes, strict=True)
     )
     whole = kept_logprobs(logits, tokens, offsets, tokens.int(), 0.7)
-    chunked = chunked_predictions(hidden, weight, tokens, offsets, tokens.int(), 0.7, chunk_tokens=2)
+    chunked = chunked_predictions(
+        hidden, weight, targets_of(tokens, offsets, tokens.int()), 0.7, chunk_tokens=2
+    )
     for logprobs, inputs in ((whole, [logits]), (chunked.logprobs_T, [hidden, weight])):
         gradients = torch.autograd.grad(logprobs.sum(), inputs)
         assert not any(one.any() for one in (logprobs, *gradients))
@@ -118,7 +122,9 @@ def test_chunks_change_nothing(
     hidden, weight = inputs
     expected = reference(hidden.double() @ weight.double().T, tokens, offsets, ids, 0.8)
     expected_gradients = torch.autograd.grad((expected * factors).sum(), inputs)
-    ours = chunked_predictions(*inputs, tokens, offsets, ids, 0.8, chunk_tokens=chunk_tokens).logprobs_T
+    ours = chunked_predictions(
+        *inputs, targets_of(tokens, offsets, ids), 0.8, chunk_tokens=chunk_tokens
+    ).logprobs_T
     gradients = torch.autograd.grad((ours * factors).sum(), inputs)
     rounding = 1e-6 * scale**2
     is_exact = dtype == torch.float64
@@ -150,7 +156,11 @@ def test_a_gpu_gets_the_same_few_operators_whatever_the_sets_and_is_never_waited
         ids = torch.empty(num_tokens * width, dtype=torch.int32, device="meta")
         with Calls() as calls:
             found = chunked_predictions(
-                hidden, weight, tokens, torch.arange(num_tokens + 1) * width, ids, 0.8, with_entropies=True
+                hidden,
+                weight,
+                targets_of(tokens, torch.arange(num_tokens + 1) * width, ids),
+                0.8,
+                with_entropies=True,
             )
             torch.autograd.grad(found.logprobs_T.sum(), (hidden, weight))
         numbers.append(calls.num)
@@ -175,7 +185,7 @@ def test_memory_is_bounded_however_wide_the_sets_are(num_uncut: int, monkeypatch
         with torch.autograd.set_multithreading_enabled(False):
             with LiveTensors([hidden, weight, tokens, offsets, ids]) as live:
                 ours = chunked_predictions(
-                    hidden, weight, tokens, offsets, ids, with_entropies=True
+                    hidden, weight, targets_of(tokens, offsets, ids), with_entropies=True
                 ).logprobs_T
                 gradients = torch.autograd.grad(ours.sum(), (hidden, weight))
         logits = 4.25 * logits_bytes if width >= boundary else 4 * logits_bytes * num_uncut / num_tokens
@@ -195,7 +205,9 @@ def test_the_logits_of_a_whole_row_never_exist_together() -> None:
     inputs = [torch.randn(num, 4, requires_grad=True) for num in (num_tokens, vocab_size)]
     with torch.autograd.set_multithreading_enabled(False):
         with LiveTensors([*inputs, tokens, offsets, ids]) as live:
-            found = chunked_predictions(*inputs, tokens, offsets, ids, with_entropies=True, chunk_tokens=8)
+            found = chunked_predictions(
+                *inputs, targets_of(tokens, offsets, ids), with_entropies=True, chunk_tokens=8
+            )
             torch.autograd.grad(found.logprobs_T.sum(), inputs)
     assert live.peak_bytes < 4 * num_tokens * vocab_size / 5
 
@@ -216,7 +228,7 @@ def _sharded(vocab_size: int, cost: int) -> None:
 
     def chunked(hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> Predictions:
         options = {"with_entropies": True, "chunk_tokens": 5}
-        return chunked_predictions(hidden_TD, weight_VD, tokens, offsets, ids, 0.6, **options)
+        return chunked_predictions(hidden_TD, weight_VD, targets_of(tokens, offsets, ids), 0.6, **options)
 
     def with_gradients(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[torch.Tensor]:
         leaves = [one.detach().requires_grad_() for one in inputs]

@@ -28,7 +28,14 @@ from forgeasync.trainer import (
 from forgeasync.trainer import logprobs as logprobs_module
 from tests.support.config_samples import FACTS
 from tests.support.live_tensors import LiveTensors
-from tests.support.references import ALWAYS_GATHER, NEVER_GATHER, exact_moe, masked_attention, moe_weights
+from tests.support.references import (
+    ALWAYS_GATHER,
+    NEVER_GATHER,
+    exact_moe,
+    masked_attention,
+    moe_weights,
+    targets_of,
+)
 
 VOCAB_SIZE, DIM, NUM_TARGETS = 2048, 128, 256
 
@@ -133,7 +140,7 @@ def test_the_output_layer(
     ours, exact = leaves(normal(NUM_TARGETS, DIM), normal(VOCAB_SIZE, DIM, scale=DIM**-0.5))
     factors_T = factors(NUM_TARGETS, sign)
     found = chunked_predictions(
-        *ours, torch.tensor(tokens), *offsets_and_ids(sets), chunk_tokens=chunk_tokens
+        *ours, targets_of(torch.tensor(tokens), *offsets_and_ids(sets)), chunk_tokens=chunk_tokens
     ).logprobs_T
     hidden, weight = torch.autograd.grad((found * factors_T).sum(), ours)
     logprobs_T = exact_logprobs(*exact, tokens, sets)
@@ -182,7 +189,9 @@ def test_rows_that_no_set_names_take_no_memory_in_float32(monkeypatch: pytest.Mo
     offsets, ids = offsets_and_ids(sets)
     with torch.autograd.set_multithreading_enabled(False):
         with LiveTensors([*ours, tokens, offsets, ids]) as live:
-            loss = chunked_predictions(*ours, tokens, offsets, ids, chunk_tokens=32).logprobs_T.sum()
+            loss = chunked_predictions(
+                *ours, targets_of(tokens, offsets, ids), chunk_tokens=32
+            ).logprobs_T.sum()
             torch.autograd.grad(loss, ours)
     # The weight's gradient itself, in bfloat16.
     assert live.peak_bytes < 1.5 * ours[1].nbytes
@@ -193,7 +202,9 @@ def test_a_gradient_that_nobody_took_is_not_in_the_next() -> None:
     ours, _ = leaves(normal(NUM_TARGETS, DIM), normal(VOCAB_SIZE, DIM))
     sets = shared_sets(8, 4)
     tokens = torch.zeros(NUM_TARGETS, dtype=torch.int64)
-    loss = chunked_predictions(*ours, tokens, *offsets_and_ids(sets), chunk_tokens=32).logprobs_T.sum()
+    loss = chunked_predictions(
+        *ours, targets_of(tokens, *offsets_and_ids(sets)), chunk_tokens=32
+    ).logprobs_T.sum()
     torch.autograd.grad(loss, ours[0], retain_graph=True)
     first = torch.autograd.grad(loss, ours, retain_graph=True)
     assert all(torch.equal(*pair) for pair in zip(first, torch.autograd.grad(loss, ours), strict=True))

@@ -71,19 +71,19 @@ def test_what_a_judge_says_of_a_step() -> None:
     for one in (judge, of_nan):
         for _ in range(4):
             one.made(3.0)
-        assert one.judge([None], broken, 6.0) is None, "a norm of numbers says that gradients are numbers"
+        assert one.judge(None, broken, 6.0) is None, "a norm of numbers says that gradients are numbers"
         assert one.judge_weights(value_ranges([("a", FINE)])) is None
     assert judge.metrics() == {"grad_norm_limit": 6.0} and of_nan.metrics() == {}
-    assert of_nan.judge([None], [], 1e30) is None
-    spike = judge.judge([None], [], 6.5)
+    assert of_nan.judge(None, [], 1e30) is None
+    spike = judge.judge(None, [], 6.5)
     assert spike is not None and spike.remedy is OnBadStep.ROLLBACK and "is 6.5, more than 6" in spike.reason
-    for problems, gradients, norm, reason in (
-        ([None, "row 1", "row 2"], broken, 1.0, "row 1"),
-        ([None, "row 1"], broken, NAN, "row 1"),
-        ([None], broken, NAN, "b has values that are nan or infinite on trainer rank 0"),
-        ([None], [], math.inf, "the norm of all gradients is inf"),
+    for of_rows, gradients, norm, reason in (
+        ("row 1", broken, 1.0, "row 1"),
+        ("row 1", broken, NAN, "row 1"),
+        (None, broken, NAN, "b has values that are nan or infinite on trainer rank 0"),
+        (None, [], math.inf, "the norm of all gradients is inf"),
     ):
-        assert judge.judge(problems, gradients, norm) == BadStep(reason=reason, remedy=OnBadStep.STOP)
+        assert judge.judge(of_rows, gradients, norm) == BadStep(reason=reason, remedy=OnBadStep.STOP)
     weights = judge.judge_weights(broken)
     assert weights is not None and weights.remedy is OnBadStep.STOP
     assert weights.reason.startswith("of the weights after it: b has values")

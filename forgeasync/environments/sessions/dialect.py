@@ -57,43 +57,40 @@ STATUSES = {
     "too_many_turns": 410,
     "body_too_large": 413,
     "too_many_requests": 429,
+    "too_many_sessions": 429,
     "server_error": 500,
+    "run_over": 503,
+    "starting": 503,
     "deadline_exceeded": 504,
 }
 """HTTP statuses by the code of an error. All other codes have status 400."""
 
-_FINAL = frozenset({"session_closed", "too_many_turns", "deadline_exceeded"})
+_FINAL = frozenset({"session_closed", "too_many_turns", "run_over", "deadline_exceeded"})
 """Codes of errors after which clients must not retry (``x-should-retry: false``)."""
+
+_RETRY_AFTER_S = {"too_many_requests": 1, "too_many_sessions": 5, "starting": 1}
+"""Seconds to wait before a retry, by the code of the error; they are sent as a header."""
 
 
 class RequestError(Exception):
-    """A request is answered with an error."""
+    """A request is answered with an error.
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int | None = None,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
-        may_retry: bool = True,
-    ) -> None:
-        """``param`` is the wrong field. ``status`` is by default the status of ``code``.
+    The SDKs retry statuses 408, 409, 429 and 5xx, unless ``may_retry`` is false.
+    """
 
-        The SDKs retry statuses 408, 409, 429 and 5xx, unless ``may_retry`` is false.
-        """
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        """``param`` is the wrong field. The answer's status and headers follow from ``code``."""
         super().__init__(message)
-        self.status = status or STATUSES.get(code or "", 400)
         self.param = param
         self.code = code
-        self.retry_after_s = 1 if code == "too_many_requests" else retry_after_s
-        self.may_retry = may_retry and code not in _FINAL
+        self.status = STATUSES.get(code or "", 400)
+        self.may_retry = code not in _FINAL
 
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the answer, in addition to the content's headers."""
-        headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        after_s = _RETRY_AFTER_S.get(self.code or "")
+        headers = {} if after_s is None else {"retry-after": str(after_s)}
         # openai 3.52 and anthropic 2.11, _base_client.py, _should_retry: the server's header has priority.
         return headers if self.may_retry else {**headers, "x-should-retry": "false"}
 

@@ -47,43 +47,16 @@ def serve(sock: Any, settings: dict[str, Any]) -> None:
     request = marshal.loads(frames[0][1])
     outbox = Outbox(sock)
     try:
-        command = Command(request, settings, outbox)
+        call = Call(request, settings, reader, outbox)
     except OSError as error:
         outbox.put(wire.FAILED, f"{type(error).__name__}: {error}".encode())
         outbox.send_all()
         reader.discard()
         return
-    call = Call(command, reader, outbox)
     if request["session"]:
         call.run_session(frames[1:])
     else:
         call.run_command(request, frames[1:])
-
-
-class Command:
-    """A running command, with the processes that it has started."""
-
-    def __init__(self, request: dict[str, Any], settings: dict[str, Any], outbox: Outbox) -> None:
-        self.started = time.monotonic()
-        stdin, self.stdin = os.pipe2(os.O_CLOEXEC)
-        out, stdout = os.pipe2(os.O_CLOEXEC)
-        err, stderr = os.pipe2(os.O_CLOEXEC)
-        self.pid = os.fork()
-        if self.pid == 0:
-            _become(request, settings, (stdin, stdout, stderr))
-        for fd in (stdin, stdout, stderr):
-            os.close(fd)
-        os.set_blocking(self.stdin, False)
-        self.outputs = (Output(out, wire.STDOUT, outbox), Output(err, wire.STDERR, outbox))
-        self.ended_fd = os.pidfd_open(self.pid)
-
-    def exit_code(self) -> int:
-        """Wait for the command itself to exit and return its exit code."""
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-    def end(self) -> None:
-        """Kill the command and all processes that it has started; raises StillRunning after a time limit."""
-        tree.end_descendants(_END_LIMIT_S)
 
 
 def _become(request: dict[str, Any], settings: dict[str, Any], fds: tuple[int, int, int]) -> None:
@@ -121,17 +94,29 @@ def _execute(argv: list[str], env: dict[str, str]) -> None:
 
 
 class Call:
-    """Runs of one process: a single one until the process exits, or several in sequence in a session."""
+    """A running command: a single run until the process exits, or several in sequence in a session."""
 
-    def __init__(self, command: Command, reader: Reader, outbox: Outbox) -> None:
-        self._command = command
+    def __init__(
+        self, request: dict[str, Any], settings: dict[str, Any], reader: Reader, outbox: Outbox
+    ) -> None:
         self._reader = reader
         self._outbox = outbox
-        self._streams = tuple(_MarkedStream(output) for output in command.outputs)
+        self._started = time.monotonic()
+        stdin, self._stdin = os.pipe2(os.O_CLOEXEC)
+        out, stdout = os.pipe2(os.O_CLOEXEC)
+        err, stderr = os.pipe2(os.O_CLOEXEC)
+        self._pid = os.fork()
+        if self._pid == 0:
+            _become(request, settings, (stdin, stdout, stderr))
+        for fd in (stdin, stdout, stderr):
+            os.close(fd)
+        os.set_blocking(self._stdin, False)
+        self._outputs = (Output(out, wire.STDOUT, outbox), Output(err, wire.STDERR, outbox))
+        self._ended_fd = os.pidfd_open(self._pid)
 
     def run_command(self, request: dict[str, Any], frames: list[tuple[int, bytes]]) -> None:
         """Run the process until it exits or its deadline passes. ``frames`` are its standard input."""
-        self._run(request, [payload for _, payload in frames], self._command.started)
+        self._run(request, [payload for _, payload in frames], self._started)
         self._reader.discard()
 
     def run_session(self, frames: list[tuple[int, bytes]]) -> None:
@@ -144,26 +129,28 @@ class Call:
                     return
             frames = self._reader.wait()
             if not frames:
-                self._command.end()
+                tree.end_descendants(_END_LIMIT_S)
                 return
 
     def _run(self, request: dict[str, Any], stdin: list[bytes], started: float) -> bool:
         """Serve one run and send its result; returns whether the session continues."""
         nonce = request.get("nonce", b"")
-        for stream, has_report in zip(self._streams, (True, False), strict=True):
-            stream.start(nonce, request["output_bytes"], has_report=has_report)
+        for output, has_report in zip(self._outputs, (True, False), strict=True):
+            output.start(nonce, request["output_bytes"], has_report=has_report)
         ending = self._pump(stdin, started + request["timeout_s"], is_session=bool(nonce))
         exit_code, report, goes_on = 0, b"", ending == _MARKED
         if goes_on:
-            report = self._streams[0].report
+            report = self._outputs[0].report
         else:
-            exit_code = self._command.exit_code() if ending == _PROCESS_ENDED else -tree.KILL
+            exit_code = -tree.KILL
+            if ending == _PROCESS_ENDED:
+                exit_code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
             # All processes that the command started must be gone before the host learns of the end.
-            self._command.end()
-            for stream in self._streams:
-                stream.drain()
+            tree.end_descendants(_END_LIMIT_S)
+            for output in self._outputs:
+                output.drain()
         seconds = time.monotonic() - started
-        cut = [stream.output.num_cut for stream in self._streams]
+        cut = [output.num_cut for output in self._outputs]
         result = wire.RESULT.pack(exit_code, ending == _TIMED_OUT, goes_on, *cut, seconds)
         self._outbox.put(wire.DONE, result + report)
         self._outbox.send_all()
@@ -171,15 +158,15 @@ class Call:
 
     def _pump(self, stdin: list[bytes], deadline: float, *, is_session: bool) -> int:
         """Forward input and output until the run ends; returns how it ended."""
-        while not all(stream.is_marked for stream in self._streams):
+        while not all(output.is_marked for output in self._outputs):
             if (left_s := deadline - time.monotonic()) <= 0:
                 return _TIMED_OUT
             ready = self._poll(left_s, wants_input=bool(stdin))
-            has_output = [stream for stream in self._streams if stream.output.fd in ready]
-            if not all(stream.feed() for stream in has_output):
+            has_output = [output for output in self._outputs if output.fd in ready]
+            if not all(output.feed() for output in has_output):
                 return _BROKEN
-            if stdin and self._command.stdin in ready:
-                _feed(self._command, stdin)
+            if stdin and self._stdin in ready:
+                self._feed(stdin)
             if self._reader.fileno() in ready:
                 self._outbox.send()
                 if ready[self._reader.fileno()] & (select.POLLIN | select.POLLHUP):
@@ -188,99 +175,39 @@ class Call:
                         return _BROKEN
             # In a session, read the output first: it may contain the mark of a run that ended before the
             # process exited.
-            if self._command.ended_fd in ready and not (is_session and has_output):
+            if self._ended_fd in ready and not (is_session and has_output):
                 return _PROCESS_ENDED
         return _MARKED
 
     def _poll(self, left_s: float, *, wants_input: bool) -> dict[int, int]:
         poll = select.poll()
-        poll.register(self._command.ended_fd, select.POLLIN)
+        poll.register(self._ended_fd, select.POLLIN)
         # poll reports a hang-up of the host even when POLLIN is not requested.
         events = (0 if wants_input else select.POLLIN) | (0 if self._outbox.is_empty else select.POLLOUT)
         poll.register(self._reader.fileno(), events)
         if wants_input:
-            poll.register(self._command.stdin, select.POLLOUT)
+            poll.register(self._stdin, select.POLLOUT)
         if not self._outbox.is_full:
-            for stream in self._streams:
-                if not stream.is_marked and not stream.output.ended:
-                    poll.register(stream.output.fd, select.POLLIN)
+            for output in self._outputs:
+                if not output.is_marked and not output.ended:
+                    poll.register(output.fd, select.POLLIN)
         return dict(poll.poll(left_s * 1000 + 1))
 
-
-def _feed(command: Command, stdin: list[bytes]) -> None:
-    """Write the first part of ``stdin`` to the command's standard input; an empty part closes it."""
-    if not stdin[0]:
-        stdin.clear()
-        os.close(command.stdin)
-        return
-    try:
-        stdin[0] = stdin[0][os.write(command.stdin, stdin[0]) :]
-    except BlockingIOError:
-        return
-    except BrokenPipeError:
-        # The command has closed its standard input: discard the data.
-        stdin[0] = b""
-    if not stdin[0]:
-        del stdin[0]
-
-
-class _MarkedStream:
-    """Output stream of a session, in which marks separate the runs."""
-
-    def __init__(self, output: Output) -> None:
-        self.output = output
-        self.is_marked = False
-        self.report = b""
-        self._nonce = b""
-        self._has_report = False
-        self._data = bytearray()
-        """Bytes that were read, but not yet forwarded or recognized as a mark."""
-        self._found = False
-
-    def start(self, nonce: bytes, cap_bytes: int, *, has_report: bool) -> None:
-        self.output.start(cap_bytes)
-        self._nonce, self._has_report = nonce, has_report
-        self.is_marked = self._found = False
-
-    def feed(self) -> bool:
-        """Read once and forward output; returns False if a mark is not followed by a valid report."""
-        if not self._nonce:
-            self.output.pass_on(self.output.pump())
-            return True
-        self._data += self.output.pump()
-        if not self._found:
-            begin = self._data.find(self._nonce)
-            self._found = begin >= 0
-            # Keep the end, which may be the first part of a mark.
-            end = begin if self._found else max(0, len(self._data) - len(self._nonce) + 1)
-            self.output.pass_on(bytes(self._data[:end]))
-            del self._data[:end]
-        return not self._found or self._read_report()
-
-    def _read_report(self) -> bool:
-        if not self._has_report:
-            del self._data[: wire.NONCE_CHARACTERS]
-            self.is_marked = True
-            return True
-        if len(self._data) < wire.MARK_CHARACTERS:
-            return True
+    def _feed(self, stdin: list[bytes]) -> None:
+        """Write the first part of ``stdin`` to the command's standard input; an empty part closes it."""
+        if not stdin[0]:
+            stdin.clear()
+            os.close(self._stdin)
+            return
         try:
-            size = int(self._data[wire.NONCE_CHARACTERS : wire.MARK_CHARACTERS], 16)
-        except ValueError:
-            return False
-        end = wire.MARK_CHARACTERS + size
-        if not 0 <= size <= wire.MAX_PAYLOAD_BYTES // 2:
-            return False
-        if len(self._data) >= end:
-            self.report = bytes(self._data[wire.MARK_CHARACTERS : end])
-            del self._data[:end]
-            self.is_marked = True
-        return True
-
-    def drain(self) -> None:
-        self.output.pass_on(bytes(self._data))
-        self._data.clear()
-        self.output.drain()
+            stdin[0] = stdin[0][os.write(self._stdin, stdin[0]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            # The command has closed its standard input: discard the data.
+            stdin[0] = b""
+        if not stdin[0]:
+            del stdin[0]
 
 
 class Outbox:
@@ -326,23 +253,76 @@ class Outbox:
 
 
 class Output:
-    """One of a command's output streams."""
+    """One of a command's output streams. In a session, marks separate the runs."""
 
     def __init__(self, fd: int, kind: int, outbox: Outbox) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
         self.ended = False
         self.num_cut = 0
+        self.is_marked = False
+        self.report = b""
         self._kind = kind
         self._outbox = outbox
         self._room = 0
+        self._nonce = b""
+        self._has_report = False
+        self._data = bytearray()
+        """Bytes that were read, but not yet forwarded or recognized as a mark."""
+        self._found = False
 
-    def start(self, cap_bytes: int) -> None:
+    def start(self, nonce: bytes, cap_bytes: int, *, has_report: bool) -> None:
         """Start a run, of which at most ``cap_bytes`` bytes are forwarded."""
         self._room = cap_bytes
         self.num_cut = 0
+        self._nonce, self._has_report = nonce, has_report
+        self.is_marked = self._found = False
 
-    def pump(self) -> bytes:
+    def feed(self) -> bool:
+        """Read once and forward output; returns False if a mark is not followed by a valid report."""
+        if not self._nonce:
+            self._pass_on(self._pump())
+            return True
+        self._data += self._pump()
+        if not self._found:
+            begin = self._data.find(self._nonce)
+            self._found = begin >= 0
+            # Keep the end, which may be the first part of a mark.
+            end = begin if self._found else max(0, len(self._data) - len(self._nonce) + 1)
+            self._pass_on(bytes(self._data[:end]))
+            del self._data[:end]
+        return not self._found or self._read_report()
+
+    def _read_report(self) -> bool:
+        if not self._has_report:
+            del self._data[: wire.NONCE_CHARACTERS]
+            self.is_marked = True
+            return True
+        if len(self._data) < wire.MARK_CHARACTERS:
+            return True
+        try:
+            size = int(self._data[wire.NONCE_CHARACTERS : wire.MARK_CHARACTERS], 16)
+        except ValueError:
+            return False
+        end = wire.MARK_CHARACTERS + size
+        if not 0 <= size <= wire.MAX_PAYLOAD_BYTES // 2:
+            return False
+        if len(self._data) >= end:
+            self.report = bytes(self._data[wire.MARK_CHARACTERS : end])
+            del self._data[:end]
+            self.is_marked = True
+        return True
+
+    def drain(self) -> None:
+        """Forward the contents of the pipe; bounded, since a process that was not killed may still write."""
+        self._pass_on(bytes(self._data))
+        self._data.clear()
+        for _ in range(_MOST_READS_OF_A_PIPE):
+            if not (data := self._pump()):
+                return
+            self._pass_on(data)
+
+    def _pump(self) -> bytes:
         """Read once and return the bytes; empty if none are available or the stream has ended."""
         try:
             data = os.read(self.fd, wire.CHUNK_BYTES)
@@ -351,19 +331,12 @@ class Output:
         self.ended = not data
         return data
 
-    def pass_on(self, data: bytes) -> None:
+    def _pass_on(self, data: bytes) -> None:
         """Forward ``data`` up to the cap of the run, and count the rest as cut."""
         if kept := data[: self._room]:
             self._outbox.put(self._kind, kept)
         self._room -= len(kept)
         self.num_cut += len(data) - len(kept)
-
-    def drain(self) -> None:
-        """Forward the contents of the pipe; bounded, since a process that was not killed may still write."""
-        for _ in range(_MOST_READS_OF_A_PIPE):
-            if not (data := self.pump()):
-                return
-            self.pass_on(data)
 
 
 class Reader:

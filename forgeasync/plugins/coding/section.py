@@ -15,7 +15,7 @@ from forgeasync.config import (
     named_sets,
     named_sources,
 )
-from forgeasync.schema import Problem, PythonCode, Seconds
+from forgeasync.schema import Problem, PythonCode, Seconds, refuse
 
 if TYPE_CHECKING:
     from forgeasync.plugins.coding.environment import CodingEnvironment
@@ -47,11 +47,8 @@ class CodingSource(InstalledSource):
     def check(self, config: RunConfig, field: str) -> Iterator[Problem]:
         """Yield a problem if the environment does not work on repositories."""
         if not isinstance(config.environment, CodingAgent | PythonCode):
-            yield Problem(
-                field=f"{field}.kind",
-                value=self.kind,
-                remedy="needs environment: {kind: coding}, in which the model works on repositories",
-            )
+            remedy = "needs environment: {kind: coding}, in which the model works on repositories"
+            yield refuse(config, f"{field}.kind", remedy)
 
     def problems(self, *, num_train: int, num_held_out: int, seed: int) -> "CodingProblems":
         """Read the file and check its records; see ``CodingProblems``."""
@@ -86,18 +83,12 @@ class CodingAgent(InstalledEnvironment):
         yield from check_tools(config, self)
         for source in (*named_sources(config.data), *named_sets(config.evaluation)):
             if not isinstance(source.source, CodingSource):
-                yield Problem(
-                    field=f"{source.field}.kind",
-                    value=source.source.kind,
-                    remedy="must be 'coding' with environment.kind = 'coding'",
-                )
+                remedy = "must be 'coding' with environment.kind = 'coding'"
+                yield refuse(config, f"{source.field}.kind", remedy)
         if self.tests_s >= config.episodes.step_s:
-            yield Problem(
-                field="environment.tests_s",
-                value=self.tests_s,
-                remedy=f"must be less than episodes.step_s = {config.episodes.step_s:g}, which bounds all "
-                "that follows the last turn",
-            )
+            step_s = f"episodes.step_s = {config.episodes.step_s:g}"
+            remedy = f"must be less than {step_s}, which bounds all that follows the last turn"
+            yield refuse(config, "environment.tests_s", remedy)
 
     def check_here(self, sandbox: SandboxSection) -> Iterator[Problem]:
         """Start a sandbox to check that it works."""

@@ -57,28 +57,41 @@ class Untrained(StrEnum):
     """Nothing in ``serving.score_from`` gave a score."""
 
 
-class TrackedAgent:
-    """Forwards turns to an agent and tracks those in flight. Use it on the server's event loop only.
+class ServedSession:
+    """A session with its deadlines, and the agent of the session: it tracks the turns in flight.
 
     A turn continues when its client disconnects, because its tokens belong to the trajectory. A session is
-    therefore over only when no turn is in flight.
+    therefore over only when no turn is in flight. Create it on the server's event loop, whose calls are for
+    this loop only; await ``ended`` on any loop.
     """
 
     def __init__(
-        self, agent: TokenAgent, took: Callable[[float], None], *, now_s: Callable[[], float]
+        self,
+        agent: TokenAgent,
+        server: SessionServer,
+        section: ServingSection,
+        *,
+        took: Callable[[float], None],
+        on_end: Callable[["ServedSession"], None],
+        now_s: Callable[[], float],
     ) -> None:
-        """``took`` is called with the duration of every completed turn, in seconds by the clock ``now_s``."""
-        self._now_s = now_s
-        self._agent = agent
-        self._took = took
-        self._turns: set[asyncio.Task[Turn]] = set()
-        self.quiet_since_s: float | None = None
-        """Time of the end of the last turn, by ``now_s``; None until the first turn has ended."""
+        """Open a session on ``server``, whose turns ``agent`` samples.
 
-    @property
-    def num_in_flight(self) -> int:
-        """Number of turns in flight."""
-        return len(self._turns)
+        ``took`` is called with the duration of every completed turn in seconds, and ``on_end`` at the end,
+        both on the server's event loop. ``now_s`` is the clock of both deadlines and of durations.
+        """
+        self._agent = agent
+        self._section = section
+        self._took = took
+        self._on_end = on_end
+        self._now_s = now_s
+        self._turns: set[asyncio.Task[Turn]] = set()
+        self._quiet_since_s = now_s()
+        """Time at which the session was opened, or its last turn ended."""
+        self.session = server.open(self, name="policy")
+        self._ended: concurrent.futures.Future[SessionEnd] = concurrent.futures.Future()
+        # A reference is needed: event loops keep only weak references to tasks.
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def respond(
         self,
@@ -98,10 +111,10 @@ class TrackedAgent:
 
         def ended(turn: "asyncio.Task[Turn]") -> None:
             self._turns.discard(turn)
-            self.quiet_since_s = self._now_s()
+            self._quiet_since_s = self._now_s()
             # Retrieving the exception prevents asyncio's warning if nobody awaits the turn.
             if not turn.cancelled() and turn.exception() is None:
-                self._took(self._now_s() - begun_s)
+                self._took(self._quiet_since_s - begun_s)
 
         turn.add_done_callback(ended)
         return await asyncio.shield(turn)
@@ -116,34 +129,6 @@ class TrackedAgent:
         """See ``EpisodeAgent``."""
         return self._agent.num_prompt_tokens(messages, tools, must_call=must_call)
 
-    async def until_quiet(self) -> None:
-        """Wait until no turn is in flight."""
-        while self._turns:
-            await asyncio.wait(self._turns)
-
-
-class ServedSession:
-    """A session with its deadlines. Create it on the server's event loop; await ``ended`` on any loop."""
-
-    def __init__(
-        self,
-        session: Session,
-        agent: TrackedAgent,
-        section: ServingSection,
-        *,
-        on_end: Callable[["ServedSession"], None],
-        now_s: Callable[[], float],
-    ) -> None:
-        """``on_end`` is called on the server's event loop; ``now_s`` is the clock of both deadlines."""
-        self._now_s = now_s
-        self.session = session
-        self._agent = agent
-        self._section = section
-        self._on_end = on_end
-        self._ended: concurrent.futures.Future[SessionEnd] = concurrent.futures.Future()
-        # A reference is needed: event loops keep only weak references to tasks.
-        self._watching = asyncio.get_running_loop().create_task(self._watch())
-
     async def ended(self) -> SessionEnd:
         """Wait until the session is closed and none of its turns is in flight; return how it ended."""
         return await asyncio.shield(asyncio.wrap_future(self._ended))
@@ -154,17 +139,16 @@ class ServedSession:
         finished = asyncio.ensure_future(self.session.finished())
         while not finished.done():
             due = [(opened_s + section.session_s, SessionEnd.TIME)]
-            if not self._agent.num_in_flight:
-                quiet_since_s = self._agent.quiet_since_s
-                since_s = opened_s if quiet_since_s is None else quiet_since_s
-                due.append((since_s + section.idle_session_s, SessionEnd.IDLE))
+            if not self._turns:
+                due.append((self._quiet_since_s + section.idle_session_s, SessionEnd.IDLE))
             due_s, end = min(due)
             left_s = due_s - self._now_s()
             if left_s <= 0:
                 self.session.close(end)
             # A turn that ends during the wait moves the idle deadline, by at most ``idle_session_s``.
             await asyncio.wait([finished], timeout=min(max(left_s, 0.0), section.idle_session_s))
-        await self._agent.until_quiet()
+        while self._turns:
+            await asyncio.wait(self._turns)
         assert self.session.end is not None
         self._on_end(self)
         self._ended.set_result(self.session.end)
@@ -236,24 +220,15 @@ class WorkerSessions:
     def open(self) -> OpenedSession:
         """Open a session for a client (``SessionOpener``)."""
         if self._is_over:
-            raise RequestError(
-                "the run has ended, so no session can be opened",
-                status=503,
-                code="run_over",
-                may_retry=False,
-            )
+            raise RequestError("the run has ended, so no session can be opened", code="run_over")
         if self._untrained_agent is None:
-            raise RequestError(
-                "generators are not connected yet", status=503, code="starting", retry_after_s=1
-            )
+            raise RequestError("generators are not connected yet", code="starting")
         if len(self._open) >= self.section.max_open_sessions:
             self.count("num_refused")
             raise RequestError(
                 f"{len(self._open)} sessions are open, which is serving.max_open_sessions; end one of "
                 "them or try again later",
-                status=429,
                 code="too_many_sessions",
-                retry_after_s=5,
             )
         self.count("num_opened")
         while (offer := self._take()) is not None:
@@ -310,9 +285,9 @@ class WorkerSessions:
             return self._offers.popleft() if self._offers else None
 
     def _opened(self, agent: EpisodeAgent) -> ServedSession:
-        watched = TrackedAgent(agent, self._took, now_s=self._now_s)
-        session = self.server.open(watched, name="policy")
-        served = ServedSession(session, watched, self.section, on_end=self._ended, now_s=self._now_s)
+        served = ServedSession(
+            agent, self.server, self.section, took=self._took, on_end=self._ended, now_s=self._now_s
+        )
         self._open.add(served)
         return served
 

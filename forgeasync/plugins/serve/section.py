@@ -14,10 +14,9 @@ from forgeasync.config import (
     StaleGroups,
     is_loopback,
     is_served,
-    named_sources,
 )
 from forgeasync.rollouts import Task
-from forgeasync.schema import Problem, PythonCode
+from forgeasync.schema import Problem, PythonCode, Refusal, refuse
 
 if TYPE_CHECKING:
     from forgeasync.plugins.serve.environment import ServedSessions
@@ -38,13 +37,9 @@ class ServedEnvironment(InstalledEnvironment):
     def check(self, config: RunConfig) -> Iterator[Problem]:
         """Check that the task source is ``served``."""
         if not is_served(config):
-            given = named_sources(config.data)[0].source.kind if config.data.sources is None else "sources"
-            yield Problem(
-                field="data.source.kind",
-                value=given,
-                remedy="must be 'served', as the only source, with environment.kind = 'served': people bring "
-                "the tasks",
-            )
+            remedy = "as the only source, with environment.kind = 'served': people bring the tasks"
+            given = "sources" if config.data.source is None else config.data.source.kind
+            yield refuse(config, "data.source.kind", f"must be 'served', {remedy}", given)
 
     def build(self, sandbox: SandboxSection) -> "ServedSessions":
         """Build the environment, which needs no sandbox."""
@@ -63,32 +58,7 @@ class ServedSource(InstalledSource):
 
     def check(self, config: RunConfig, field: str) -> Iterator[Problem]:
         """Check the other sections of a run that serves people."""
-        if field != "data.source":
-            yield Problem(
-                field=f"{field}.kind",
-                value=self.kind,
-                remedy="must be the run's only source, as data.source",
-            )
-            return
-        environment = config.environment
-        if not isinstance(environment, ServedEnvironment | PythonCode):
-            yield Problem(
-                field="environment.kind",
-                value=None if environment is None else environment.kind,
-                remedy="must be 'served' with data.source.kind = 'served', or 'python' with a class derived "
-                "from ServedSessions",
-            )
-        yield from _check_address(config)
-        yield from _check_evaluation(config)
-        yield from _check_algorithm(config)
-        yield from _check_judge(config)
-        if config.episodes.num_workers != 1:
-            yield Problem(
-                field="episodes.num_workers",
-                value=config.episodes.num_workers,
-                remedy="must be 1 with data.source.kind = 'served': clients have one address, which one "
-                "process listens on",
-            )
+        return (refuse(config, *refusal) for refusal in _check_run(config, field))
 
     def problems(self, *, num_train: int, num_held_out: int, seed: int) -> "ServedProblems":
         """Return tasks without content, one for each session."""
@@ -114,81 +84,98 @@ class ServedProblems:
         ]
 
 
-def _check_address(config: RunConfig) -> Iterator[Problem]:
+def _check_run(config: RunConfig, field: str) -> Iterator[Refusal]:
+    if field != "data.source":
+        yield f"{field}.kind", "must be the run's only source, as data.source"
+        return
+    environment = config.environment
+    if not isinstance(environment, ServedEnvironment | PythonCode):
+        yield (
+            "environment.kind",
+            "must be 'served' with data.source.kind = 'served', or 'python' with a class derived from "
+            "ServedSessions",
+            None if environment is None else environment.kind,
+        )
+    yield from _check_address(config)
+    yield from _check_evaluation(config)
+    yield from _check_algorithm(config)
+    yield from _check_judge(config)
+    if config.episodes.num_workers != 1:
+        yield (
+            "episodes.num_workers",
+            "must be 1 with data.source.kind = 'served': clients have one address, which one process "
+            "listens on",
+        )
+
+
+def _check_address(config: RunConfig) -> Iterator[Refusal]:
     serving = config.serving
     if not is_loopback(serving.host) and serving.token_env is None:
-        yield Problem(
-            field="serving.token_env",
-            value=None,
-            remedy=f"must name an environment variable with a token: serving.host = {serving.host!r} can be "
+        yield (
+            "serving.token_env",
+            f"must name an environment variable with a token: serving.host = {serving.host!r} can be "
             "reached from other machines",
         )
     if serving.host in WILDCARDS and serving.public_host is None:
-        yield Problem(
-            field="serving.public_host",
-            value=None,
-            remedy="must be the name or the address by which clients reach this machine: serving.host = "
+        yield (
+            "serving.public_host",
+            "must be the name or the address by which clients reach this machine: serving.host = "
             f"{serving.host!r} stands for all its addresses",
         )
     if serving.idle_session_s > serving.session_s:
-        yield Problem(
-            field="serving.idle_session_s",
-            value=serving.idle_session_s,
-            remedy=f"must be at most serving.session_s = {serving.session_s:g}, which ends every session",
+        yield (
+            "serving.idle_session_s",
+            f"must be at most serving.session_s = {serving.session_s:g}, which ends every session",
         )
 
 
-def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
+def _check_evaluation(config: RunConfig) -> Iterator[Refusal]:
     why = "with data.source.kind = 'served': held-out problems have no client"
     if config.data.num_held_out:
-        yield Problem(field="data.num_held_out", value=config.data.num_held_out, remedy=f"must be 0 {why}")
+        yield "data.num_held_out", f"must be 0 {why}"
     if config.evaluation.sets:
-        yield Problem(
-            field="evaluation.sets",
-            value=", ".join(one.name for one in config.evaluation.sets),
-            remedy=f"must be left out {why}; evaluate the exported model with apps.evaluate",
+        yield (
+            "evaluation.sets",
+            f"must be left out {why}; evaluate the exported model with apps.evaluate",
+            ", ".join(one.name for one in config.evaluation.sets),
         )
 
 
-def _check_algorithm(config: RunConfig) -> Iterator[Problem]:
+def _check_algorithm(config: RunConfig) -> Iterator[Refusal]:
     algorithm, buffer = config.algorithm, config.buffer
     if algorithm.group_size != 1:
-        yield Problem(
-            field="algorithm.group_size",
-            value=algorithm.group_size,
-            remedy="must be 1 with data.source.kind = 'served': no two people have the same conversation",
+        yield (
+            "algorithm.group_size",
+            "must be 1 with data.source.kind = 'served': no two people have the same conversation",
         )
     if algorithm.advantage.smallest_group > 1:
-        yield Problem(
-            field="algorithm.advantage",
-            value=algorithm.advantage.kind,
-            remedy="compares the rollouts of a group, and each served session is its own group: must be "
+        yield (
+            "algorithm.advantage",
+            "compares the rollouts of a group, and each served session is its own group: must be "
             "'reinforce_pp', which compares with the whole batch",
         )
     if buffer.stale_groups is not StaleGroups.DROP:
-        yield Problem(
-            field="buffer.stale_groups",
-            value=buffer.stale_groups.value,
-            remedy=f"must be {StaleGroups.DROP.value!r} with data.source.kind = 'served': otherwise training "
+        yield (
+            "buffer.stale_groups",
+            f"must be {StaleGroups.DROP.value!r} with data.source.kind = 'served': otherwise training "
             "waits for people who take long over their sessions",
         )
     if buffer.age_of is not AgeOf.TOKEN:
-        yield Problem(
-            field="buffer.age_of",
-            value=buffer.age_of.value,
-            remedy=f"must be {AgeOf.TOKEN.value!r} with data.source.kind = 'served': a session is as young "
+        yield (
+            "buffer.age_of",
+            f"must be {AgeOf.TOKEN.value!r} with data.source.kind = 'served': a session is as young "
             "as its newest tokens, however long it has waited for its client",
         )
 
 
-def _check_judge(config: RunConfig) -> Iterator[Problem]:
+def _check_judge(config: RunConfig) -> Iterator[Refusal]:
     agents, needs_judge = config.agents, ScoreSource.JUDGE in config.serving.score_from
     if not needs_judge:
         if agents is not None:
-            yield Problem(
-                field="agents",
-                value=", ".join(agents),
-                remedy="must be left out, or serving.score_from must have 'judge': only it uses them",
+            yield (
+                "agents",
+                "must be left out, or serving.score_from must have 'judge': only it uses them",
+                ", ".join(agents),
             )
     elif (
         agents is None
@@ -196,18 +183,17 @@ def _check_judge(config: RunConfig) -> Iterator[Problem]:
         or not agents[POLICY].trainable
         or agents[JUDGE].trainable
     ):
-        yield Problem(
-            field="agents",
-            value=None if agents is None else ", ".join(agents),
-            remedy=f"must be {{{POLICY}: {{}}, {JUDGE}: {{trainable: false}}}} with 'judge' in "
-            "serving.score_from",
+        yield (
+            "agents",
+            f"must be {{{POLICY}: {{}}, {JUDGE}: {{trainable: false}}}} with 'judge' in serving.score_from",
+            None if agents is None else ", ".join(agents),
         )
     if ScoreSource.ENVIRONMENT in config.serving.score_from and isinstance(
         config.environment, ServedEnvironment
     ):
-        yield Problem(
-            field="serving.score_from",
-            value=ScoreSource.ENVIRONMENT.value,
-            remedy="needs an environment of your own with a verdict: environment.kind = 'python' and a class "
+        yield (
+            "serving.score_from",
+            "needs an environment of your own with a verdict: environment.kind = 'python' and a class "
             "derived from ServedSessions",
+            ScoreSource.ENVIRONMENT.value,
         )

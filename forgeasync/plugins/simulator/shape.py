@@ -6,7 +6,7 @@ run and means over them.
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from forgeasync.config import (
@@ -27,7 +27,7 @@ from forgeasync.models import kv_bytes_per_token, largest_group_payload_bytes
 from forgeasync.observability import num_steps_ahead, steady_steps
 from forgeasync.planning import pair_cost
 from forgeasync.plugins.simulator.profile import Profile
-from forgeasync.schema import Problem, raise_if_any
+from forgeasync.schema import Problem, raise_if_any, refuse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,24 +131,15 @@ def of_config(
     )
 
 
-def _unknown(config: RunConfig, profile: Profile, sources: dict[str, float]) -> list[Problem]:
-    problems = [
-        Problem(
-            field="lengths",
-            value=sorted(profile.lengths),
-            remedy=f"the profile must have the lengths of the config's source {name!r}",
-        )
-        for name in sources
-        if name not in profile.lengths
-    ]
+def _unknown(config: RunConfig, profile: Profile, sources: dict[str, float]) -> Iterator[Problem]:
+    for name in sources:
+        if name not in profile.lengths:
+            remedy = f"the profile must have the lengths of the config's source {name!r}"
+            yield Problem(field="lengths", value=sorted(profile.lengths), remedy=remedy)
     if config.environment is not None:
-        remedy = "must be left out: a profile has no times of episodes"
-        problems.append(Problem(field="environment", remedy=remedy))
-    interruption = config.weights.interruption
-    if interruption is not Interruption.IN_FLIGHT:
-        remedy = "must be 'in_flight': others are not simulated"
-        problems.append(Problem(field="weights.interruption", value=interruption.value, remedy=remedy))
-    return problems
+        yield Problem(field="environment", remedy="must be left out: a profile has no times of episodes")
+    if config.weights.interruption is not Interruption.IN_FLIGHT:
+        yield refuse(config, "weights.interruption", "must be 'in_flight': others are not simulated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

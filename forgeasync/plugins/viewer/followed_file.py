@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,8 +18,8 @@ _NUM_REMEMBERED_BYTES = 256
 class Contents(Protocol):
     """Parsed contents of one file's lines."""
 
-    def add(self, lines: Sequence[bytes], start: int) -> None:
-        """Add the next lines, without their newlines; ``start`` is the offset of the first one."""
+    def add(self, line: bytes, offset: int) -> None:
+        """Add the next line, without its newline, and its offset in the file."""
 
 
 C = TypeVar("C", bound=Contents)
@@ -90,8 +90,9 @@ class FollowedFile(Generic[C]):
         has_changed = not is_same and self._restart()
         self._file_number = number
         if data := self._whole_lines(descriptor):
-            self.contents.add(data.split(b"\n")[:-1], self.position)
-            self.position += len(data)
+            for line in data.split(b"\n")[:-1]:
+                self.contents.add(line, self.position)
+                self.position += len(line) + 1
             place = max(0, self.position - _NUM_REMEMBERED_BYTES)
             self._remembered = os.pread(descriptor, self.position - place, place)
             has_changed = True

@@ -6,7 +6,7 @@ shown as far as possible.
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum, auto
 from pathlib import Path
@@ -121,24 +121,21 @@ class GroupHistories:
 
     # ---- events
 
-    def add(self, lines: Sequence[bytes], start: int) -> None:
-        """Add the next lines of the ledger; damaged lines are counted and skipped."""
-        offset = start
-        for line in lines:
-            if self._refusal is not None:
-                return
-            try:
-                event = self._lines.read(line)
-            except BadLine as error:
-                self.num_damaged += 1
-                if self._first_damage is None:
-                    self._first_damage = f"line {self._lines.position.num_lines + 1} {error}"
-                self._lines.skip(line)
-            except LedgerUnreadable as error:
-                self._refusal = str(error)
-            else:
-                self._apply(event, line=self._lines.position.num_lines, offset=offset)
-            offset += len(line) + 1
+    def add(self, line: bytes, offset: int) -> None:
+        """Add the next line of the ledger; damaged lines are counted and skipped."""
+        if self._refusal is not None:
+            return
+        try:
+            event = self._lines.read(line)
+        except BadLine as error:
+            self.num_damaged += 1
+            if self._first_damage is None:
+                self._first_damage = f"line {self._lines.position.num_lines + 1} {error}"
+            self._lines.skip(line)
+        except LedgerUnreadable as error:
+            self._refusal = str(error)
+        else:
+            self._apply(event, line=self._lines.position.num_lines, offset=offset)
 
     @property
     def problems(self) -> list[str]:

@@ -46,18 +46,17 @@ class FaultLines:
         """Number of lines that do not belong in such a file, or that end a fault that did not begin."""
         self._faults: dict[int, Fault] = {}
 
-    def add(self, lines: Sequence[bytes], start: int) -> None:
-        """Add the next lines; damaged lines are counted and skipped."""
-        for line in lines:
-            try:
-                fault = _FAULT_DECODER.decode(line)
-                if fault.event == "recovered":
-                    begun = self._faults[fault.number]
-                    fault = msgspec.structs.replace(begun, how=fault.how, took_s=fault.took_s)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError):
-                self.num_damaged += 1
-            else:
-                self._faults[fault.number] = fault
+    def add(self, line: bytes, offset: int) -> None:
+        """Add the next line; damaged lines are counted and skipped."""
+        try:
+            fault = _FAULT_DECODER.decode(line)
+            if fault.event == "recovered":
+                begun = self._faults[fault.number]
+                fault = msgspec.structs.replace(begun, how=fault.how, took_s=fault.took_s)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError):
+            self.num_damaged += 1
+        else:
+            self._faults[fault.number] = fault
 
     @property
     def faults(self) -> list[Fault]:
@@ -90,9 +89,8 @@ class _TraceLines:
     def __init__(self) -> None:
         self.lane = Lane()
 
-    def add(self, lines: Sequence[bytes], start: int) -> None:
-        for line in lines:
-            self.lane.add(line)
+    def add(self, line: bytes, offset: int) -> None:
+        self.lane.add(line)
 
 
 class Traces:

@@ -59,18 +59,15 @@ class _LineIndex:
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def add(self, lines: Sequence[bytes], start: int) -> None:
-        """Add the next lines; damaged lines are counted and skipped."""
-        offset = start
-        for line in lines:
-            found = self._beginning.match(line)
-            if found is None or not line.endswith(b"}"):
-                self.num_damaged += 1
-            else:
-                self._offsets.append(offset)
-                for column, number in zip(self._columns.values(), found.groups(), strict=True):
-                    column.append(_NONE if number is None else int(number))
-            offset += len(line) + 1
+    def add(self, line: bytes, offset: int) -> None:
+        """Add the next line; damaged lines are counted and skipped."""
+        found = self._beginning.match(line)
+        if found is None or not line.endswith(b"}"):
+            self.num_damaged += 1
+            return
+        self._offsets.append(offset)
+        for column, number in zip(self._columns.values(), found.groups(), strict=True):
+            column.append(_NONE if number is None else int(number))
 
     def find(self, **wanted: int) -> list[int]:
         """Return the indices of the lines that have these numbers, in the order of the file."""

@@ -5,7 +5,7 @@ import socket
 import sys
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -55,12 +55,8 @@ class MetricTable:
         self._steps: dict[str, array[int]] = {}
         self._values: dict[str, array[float]] = {}
 
-    def add(self, lines: Sequence[bytes], start: int) -> None:
-        """Add the next lines; damaged lines are counted and skipped."""
-        for line in lines:
-            self._add_line(line)
-
-    def _add_line(self, line: bytes) -> None:
+    def add(self, line: bytes, offset: int) -> None:
+        """Add the next line; damaged lines are counted and skipped."""
         try:
             record = msgspec.json.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -1,7 +1,7 @@
 """Files that grow, are cut and are replaced while they are read."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,11 +19,11 @@ class Lines:
         self.path = path
         self.found: list[bytes] = []
 
-    def add(self, lines: Sequence[bytes], start: int) -> None:
+    def add(self, line: bytes, offset: int) -> None:
         with self.path.open("rb") as file:
-            file.seek(start)
-            assert file.read(len(lines[0])) == lines[0]
-        self.found += lines
+            file.seek(offset)
+            assert file.read(len(line)) == line
+        self.found.append(line)
 
 
 def follow(path: Path, **bounds: int) -> FollowedFile[Lines]:
