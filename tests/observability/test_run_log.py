@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config import load_config
 from forgeasync.plugins.viewer import DEMO_RUN
+from forgeasync.testing import write_tiny_model
 from tests.support.app_runs import write_tiny_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -108,9 +108,12 @@ def test_apps_end_quietly_if_their_reader_closes_the_pipe(words: tuple[object, .
 @pytest.mark.exhaustive
 def test_tables_of_rich_end_quietly_too(tmp_path: Path) -> None:
     """rich catches the broken pipe and ends the program itself."""
-    config = write_tiny_run(tmp_path)
-    assert end_without_reader("apps.grpo", "--config", config, "--dry-run") == (141, "")
-    words = ("--model", load_config(config, []).model.path, "--conversations", "1")
+    assert end_without_reader("apps.grpo", "--config", write_tiny_run(tmp_path), "--dry-run") == (141, "")
+
+
+@pytest.mark.exhaustive
+def test_checks_of_a_template_end_quietly_too(tmp_path: Path) -> None:
+    words = ("--model", write_tiny_model(tmp_path), "--conversations", "1")
     assert end_without_reader("forgeasync.environments.check_template", *words) == (141, "")
 
 
