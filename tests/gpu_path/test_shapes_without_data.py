@@ -59,6 +59,8 @@ CASES = {
     "8b": Case(config="qwen3_8b"),
     # Three layers of linear attention, and one of full attention.
     "qwen3_5": Case(config="qwen3_5_35b_a3b", num_layers=4),
+    # One layer with a window, and one without.
+    "gpt_oss": Case(config="gpt_oss_120b"),
     "32b": Case(config="qwen3_32b"),
     "32b-fsdp": _dense("num_procs: 16"),
     "32b-tp8": _dense("num_procs: 16, tensor: 8"),
@@ -67,7 +69,7 @@ CASES = {
 
 REPRESENTATIVE = "30b"
 
-TENSOR_PARALLEL = {"30b-32768-tp2-cp2", "235b", "32b", "32b-tp8"}
+TENSOR_PARALLEL = {"30b-32768-tp2-cp2", "235b", "gpt_oss", "32b", "32b-tp8"}
 """Tensors inside of DTensors are not seen by what counts memory."""
 
 
@@ -121,7 +123,8 @@ def test_a_row_at_real_sizes(name: str, library: Path) -> None:
     ]
     # With full checkpointing every layer computes it twice.
     times = 2 if config.trainer.activation_checkpointing.value == "full" else 1
-    assert seen.attention == [expected] * (times * facts.num_full_layers)
+    num_attention_layers = facts.num_layers if facts.linear is None else facts.num_full_layers
+    assert seen.attention == [expected] * (times * num_attention_layers)
     if facts.linear is not None:
         keys, values = (
             ["torch.bfloat16", [1, part, facts.linear.num_value_heads, size]]
@@ -141,15 +144,12 @@ def test_a_row_at_real_sizes(name: str, library: Path) -> None:
         return
     tokens = part // (parallel.tensor if parallel.sequence else 1) * facts.top_k
     experts, inner = facts.num_experts // parallel.expert, facts.expert_hidden_size
-    gate, up, down = (product for product in seen.products[:3])
-    assert (
-        gate
-        == up
-        == [
-            ["torch.bfloat16", [tokens, facts.hidden_size]],
-            ["torch.bfloat16", [experts, facts.hidden_size, inner]],
-        ]
-    )
+    # gpt-oss has gate and up in one product.
+    widths = [2 * inner] if facts.model_type == "gpt_oss" else [inner, inner]
+    *up, down = seen.products[: len(widths) + 1]
+    for (rows, weights), width in zip(up, widths, strict=True):
+        assert rows == ["torch.bfloat16", [tokens, facts.hidden_size]]
+        assert weights == ["torch.bfloat16", [experts, facts.hidden_size, width]]
     assert down == [
         ["torch.bfloat16", [tokens, inner]],
         ["torch.bfloat16", [experts, inner, facts.hidden_size]],

@@ -485,14 +485,15 @@ class SinkAttention(GptOssAttention):
 
     def forward(
         self,
-        x_BLD: torch.Tensor,
+        x: torch.Tensor,
         attention_masks: "PackedSequences | VarlenMetadata | PartMetadata",
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Return the output [B, L, D] for ``x`` [B, L, D], a name that the tensor-parallel plan looks up."""
         sinks_N = self.sinks
         if isinstance(sinks_N, DTensor):
             sinks_N = sinks_N.to_local(grad_placements=sinks_N.placements)
-        q_BLNH, k_BLNH, v_BLNH = self.qkv_linear(x_BLD)
+        q_BLNH, k_BLNH, v_BLNH = self.qkv_linear(x)
         q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, positions)
         out_BLNH = self.inner_attention(
             q_BLNH,
