@@ -115,7 +115,7 @@ class TestPool:
             assert isinstance(raised.value, RewardTimeout) == (text == "hang")
             # What a reward prints is no reply.
             assert pool.score(TASK, some("print"), "rollout 0") == (Score(0.5, False),)
-        assert pool.num_killed == 1, "the one that hung"
+        assert pool.counts["scoring/num_killed_rewards"] == 1, "the one that hung"
 
     def test_an_object_is_built_once_and_reads_the_record(self, start: Start) -> None:
         pool = start(RewardPool(own("Judge", options={"column": "solution", "bonus": 0.25}), 1))
