@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from forgeasync.config import ModelFacts
 from forgeasync.files import publish_folder
-from forgeasync.models.rules import is_untrained
+from forgeasync.models.rules import FAMILIES, is_untrained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -314,6 +314,8 @@ class CheckpointTensors:
 
 def untrained_tensors(folder: Path, facts: ModelFacts) -> list[str]:
     """Return the names of the tensors of a Hugging Face folder that are exported as they are."""
+    if not facts.num_mtp_layers and not FAMILIES[facts.model_type].unused:
+        return []
     return [name for name in CheckpointTensors(folder) if is_untrained(name, facts)]
 
 

@@ -119,4 +119,6 @@ LLAMA = Family(
     sizes=partial(sizes_of, keys=DENSE_KEYS),
     layer_shapes=_layer_shapes,
     titan=_titan,
+    # Rotary frequencies, which files of Llama 2 have.
+    unused=("*.rotary_emb.inv_freq",),
 )

@@ -255,7 +255,7 @@ def _qwen3_5(model_type: str, architecture: str) -> Family:
         layer_shapes=_text_layer_shapes,
         titan=_text_titan,
         # The vision tower, and layers for multi-token prediction.
-        unused=("model.visual.", "mtp."),
+        unused=("model.visual.*", "mtp.*"),
     )
 
 

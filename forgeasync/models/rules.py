@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from operator import itemgetter
 
 from forgeasync.config import (
@@ -50,11 +51,8 @@ def expected_shapes(facts: ModelFacts) -> dict[str, Shape]:
 
 
 def is_untrained(name: str, facts: ModelFacts) -> bool:
-    """Return whether a tensor of a checkpoint is exported as it is.
-
-    These are tensors of multi-token prediction, of vision, and frequencies that Llama 2's files have.
-    """
-    if name.startswith(FAMILIES[facts.model_type].unused) or name.endswith(".rotary_emb.inv_freq"):
+    """Return whether a tensor of a checkpoint is exported as it is, like those of vision towers."""
+    if any(fnmatchcase(name, pattern) for pattern in FAMILIES[facts.model_type].unused):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and 0 <= int(layer[1]) - facts.num_layers < facts.num_mtp_layers

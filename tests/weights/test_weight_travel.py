@@ -255,7 +255,7 @@ async def test_engines_end_with_the_trainers_weights(
 
         respond = functools.partial(generators.respond, PROMPT, num_samples=4, sampling=SAMPLING, seed=7)
         for first, second in zip(await respond(), await respond(), strict=True):
-            assert (first.response, first.versions) == (second.response, second.versions)
+            assert (first.text, first.versions) == (second.text, second.versions)
             assert first.ids_T.tolist() == second.ids_T.tolist()
 
         # Through the same experts and over the same kept sets, the ratio of fresh data is 1 up to rounding.
