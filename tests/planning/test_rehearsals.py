@@ -384,7 +384,7 @@ def test_a_folder_is_a_model_of_its_family(name: str, tmp_path: Path) -> None:
     raw = json.loads(SHIPPED[name].read_text()) if name in SHIPPED else config_json(name)
     if "layer_types" in raw and not raw.get("sliding_window"):
         # More layers than the tiny model has.
-        raw |= {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
+        raw |= {"num_hidden_layers": 5, "layer_types": [raw["layer_types"][0], *["full_attention"] * 4]}
     facts = small_facts(
         parse_model_facts(raw, name),
         ParallelSection(num_procs=4, expert=2 if "moe" in name or "-A" in name else 1),
