@@ -31,7 +31,7 @@ MAX_CODE = {
     "environments": 6694,
     "generator": 3236,
     "isolation": 2450,
-    "models": 2571,
+    "models": 2575,
     "observability": 2661,
     "planning": 2272,
     "plugins": 4906,

@@ -276,7 +276,7 @@ class Family:
     titan: Callable[[], TitanFamily]
     """Function that imports and returns TorchTitan's part of the family."""
     unused: tuple[str, ...] = ()
-    """Patterns (fnmatch) of the names of tensors that are not part of the policy, and are exported unchanged."""
+    """Patterns (fnmatch) of names of tensors that are not part of the policy, and are exported unchanged."""
 
 
 def refuse_basic_variants(reader: ConfigReader, *, is_quantized: bool = False) -> None:

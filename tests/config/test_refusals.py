@@ -482,7 +482,7 @@ def test_experts_are_dealt_out_whole() -> None:
     assert check_config(config, MOE) == [] == list(check_gpus(config, 8))
     message = only(list(check_gpus(config, 0)))
     assert "generator.expert_parallel" in message and "without GPUs" in message
-    # Slices of 33 would not be equal; whole experts are not sliced. The trainer refuses 33 for its own reason.
+    # Slices of 33 would not be equal; whole experts are not sliced. The trainer refuses 33 by itself.
     odd = dataclasses.replace(MOE, expert_hidden_size=33)
     assert "multiple of 8" in only(check_config(config, odd))
     fields = [problem.field for problem in check_config(tiny(tensor_parallel=2), odd)]

@@ -199,7 +199,7 @@ ALL = [*PIECES, *TERMS]
             ["token_mean"],
             {"gpu": True, "compile": True, "activation_checkpointing": ActivationCheckpointing.SELECTIVE},
             id="attention of GPUs, tp2, compiled",
-            marks=pytest.mark.exhaustive,
+            marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)],
         ),
         pytest.param({"num_procs": 2, "expert": 2}, ["token_mean", "gspo"], {}, id="fsdp2-ep2"),
         pytest.param(
